@@ -1,0 +1,27 @@
+"""Measures a drafter on files of prompts: --config.prompts='folder/*.jsonl'."""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant not in ("", "smoke"):
+        raise ValueError(f"unknown variant {variant!r} of this config: known is 'smoke'")
+    smoke = variant == "smoke"
+    return config_dict.create(
+        task="evaluate",
+        target="smollm2-135m",  # a known name, a Hugging Face directory or a .gguf file
+        dtype="auto",  # of the weights: auto, float32 or bfloat16
+        drafter="prompt_lookup",
+        prompts="tests/data/prompts.jsonl" if smoke else "",  # a glob of JSON-lines files
+        limit=2 if smoke else 0,  # prompts of each file; 0 is all
+        max_new_tokens=16 if smoke else 128,
+        temperature=0.0,  # 0 is greedy
+        seed=0,
+        draft_len=7,  # γ, tokens drafted a round
+        batch_size=1,
+        acceptance="rejection",
+        policy="full",  # how many drafts to verify
+        check="float32",  # of identical output: float32, gap or none
+        gap_tolerance=0.5,  # in logits, for the check "gap"
+        compilation_cache="auto",  # a folder, auto or off
+    )

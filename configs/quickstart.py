@@ -1,0 +1,25 @@
+"""A first look: built-in prompts, decoded autoregressively and speculatively."""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant not in ("", "smoke"):
+        raise ValueError(f"unknown variant {variant!r} of this config: known is 'smoke'")
+    smoke = variant == "smoke"
+    return config_dict.create(
+        task="generate",
+        target="smollm2-135m",  # a known name, a Hugging Face directory or a .gguf file
+        dtype="auto",  # of the weights: auto, float32 or bfloat16
+        drafter="prompt_lookup",
+        prompts=("rewrite",) if smoke else ("mathematics", "code", "chat", "rewrite"),
+        max_new_tokens=16 if smoke else 128,
+        temperature=0.0,  # 0 is greedy
+        seed=0,
+        draft_len=7,  # γ, tokens drafted a round
+        acceptance="rejection",
+        policy="full",  # how many drafts to verify
+        check="float32",  # of identical output: float32, gap or none
+        gap_tolerance=0.5,  # in logits, for the check "gap"
+        compilation_cache="auto",  # a folder, auto or off
+    )

@@ -1,0 +1,39 @@
+"""Lossless speculative decoding for JAX."""
+
+from specjax.api import GenerationResult, generate
+from specjax.checkpoints.targets import load_target
+from specjax.decoding.loop import decode, init_decode_state, stream
+from specjax.decoding.step import speculate_step
+from specjax.decoding.types import (
+    DecodeConfig,
+    DecodeState,
+    DraftDist,
+    Proposal,
+    RoundOutput,
+    RoundStats,
+    SamplingParams,
+    TargetOutput,
+)
+from specjax.drafters import Drafter, load_drafter
+from specjax.models.target import Target
+
+__all__ = [
+    "DecodeConfig",
+    "DecodeState",
+    "DraftDist",
+    "Drafter",
+    "GenerationResult",
+    "Proposal",
+    "RoundOutput",
+    "RoundStats",
+    "SamplingParams",
+    "Target",
+    "TargetOutput",
+    "decode",
+    "generate",
+    "init_decode_state",
+    "load_drafter",
+    "load_target",
+    "speculate_step",
+    "stream",
+]

@@ -1,0 +1,115 @@
+"""What a file format offers, and the one loop that turns it into parameters."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoints.architectures import Architecture, Weight
+from specjax.checkpoints.errors import CheckpointError, name_some
+from specjax.decoding.types import PyTree
+from specjax.models.config import TransformerConfig
+from specjax.models.transformer import TransformerTarget
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that stays on disk until it is read."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint of any format.
+
+    Attributes:
+      format: whose tensor names and layouts it has.
+      architecture: the model family.
+      config: in the spelling of Hugging Face's config.json.
+      tensors: by the format's own names; matrices are [out, in].
+      tokenizer: None if the checkpoint has none.
+      stop_ids: end-of-sequence ids.
+    """
+
+    format: Literal["huggingface", "gguf"]
+    architecture: Architecture
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    tokenizer: "PreTrainedTokenizerBase | None"
+    stop_ids: tuple[int, ...]
+
+
+def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -> PyTree:
+    """Reads one tensor after the other into its final array.
+
+    Returns:
+      The pytree of `TransformerTarget(config).param_shapes()`: matrices in `dtype`,
+      vectors in float32.
+
+    Raises:
+      CheckpointError: missing, unexpected, unreadable or wrongly shaped tensors.
+    """
+    if config.num_layers > len(checkpoint.tensors):
+        raise CheckpointError(
+            f"missing tensors: {len(checkpoint.tensors)} cannot make {config.num_layers} layers"
+        )
+    tree = TransformerTarget(config).param_shapes()
+    shapes: dict[str, Any] = {**flax.traverse_util.flatten_dict(tree, sep="/")}
+    weights = checkpoint.architecture.layer_weights(config.num_layers)
+    names = {path: getattr(weight, checkpoint.format) for path, weight in weights.items()}
+    expected = {names[path]: leaf.shape for path, leaf in shapes.items()}
+    # A tied head may be stored although it is the embedding.
+    ignored = checkpoint.architecture.ignored
+    harmless = {*names.values(), *filter(ignored.fullmatch, checkpoint.tensors)}
+    _check_tensors(checkpoint.tensors, expected, harmless)
+
+    def read(path: str) -> jax.Array:
+        array = checkpoint.tensors[names[path]].read()
+        if checkpoint.format == "gguf":
+            array = _half_split(array, weights[path], config)
+        return jnp.array(array, dtype if array.ndim == 2 else "float32")
+
+    return flax.traverse_util.unflatten_dict({path: read(path) for path in shapes}, sep="/")
+
+
+def _check_tensors(
+    tensors: Mapping[str, StoredTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    harmless: set[str],
+) -> None:
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"missing tensors: {name_some(missing)}; the checkpoint is incomplete or is "
+            f"not the model that its configuration describes"
+        )
+    unexpected = [name for name in tensors if name not in harmless | expected.keys()]
+    if unexpected:
+        raise CheckpointError(
+            f"unexpected tensors: {name_some(unexpected)}; the model has parts that its "
+            f"configuration does not tell of or that are not supported"
+        )
+    wrong = [
+        f"{name} has shape {tensors[name].shape}, expected {shape}"
+        for name, shape in expected.items()
+        if tensors[name].shape != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"wrong shapes: {name_some(wrong)}; check the configuration's sizes")
+
+
+def _half_split(array: np.ndarray, weight: Weight, config: TransformerConfig) -> np.ndarray:
+    """Undoes llama.cpp's order of rotary rows: (0, H/2, 1, ...) back to (0, 1, ..., H-1)."""
+    if weight.gguf_interleaved_heads is None:
+        return array
+    num_heads = getattr(config, weight.gguf_interleaved_heads)
+    pairs = array.reshape(num_heads, -1, 2, array.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(array.shape)

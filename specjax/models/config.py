@@ -1,0 +1,72 @@
+"""Static description of a target transformer."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., arXiv 2104.09864).
+
+    `kind="llama3"` rescales the frequencies as Llama 3.1 does: wavelengths
+    longer than `original_max_len / low_freq_factor` positions are slowed down by
+    `factor`, shorter than `original_max_len / high_freq_factor` are left alone,
+    and those between are interpolated.
+    """
+
+    kind: Literal["default", "llama3"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and options of a decoder-only transformer; hashable, so jit-static.
+
+    Attributes:
+      architecture: family name, for messages ("llama").
+      vocab_size: V, rows of the embedding.
+      width: D, the residual stream.
+      mlp_width: F, the hidden width of the gated MLP.
+      num_layers: L.
+      num_heads: N query heads.
+      num_kv_heads: K key-value heads; query head n reads head n // (N / K).
+      head_dim: H; N * H may differ from D.
+      norm_eps: epsilon inside every RMSNorm.
+      max_len: longest sequence (prompt and output) the model was made for.
+      rope: rotary embedding.
+      tied_head: logits reuse the embedding matrix.
+    """
+
+    architecture: str
+    vocab_size: int
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_len: int
+    rope: RopeConfig = RopeConfig()
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.type is int
+        }
+        bad = {name: size for name, size in sizes.items() if size < 1}
+        if bad:
+            raise ValueError(f"every size of a transformer must be at least 1, got {bad}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim, got {self.head_dim}")

@@ -1,0 +1,125 @@
+"""The target transformer: a Linen module, and the static model that decoding calls."""
+
+import dataclasses
+from typing import Any, Literal, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.decoding.types import TargetOutput
+from specjax.models.config import TransformerConfig
+from specjax.models.layers import Block, Embedding, LayerCache, Linear, RMSNorm
+
+Cache = tuple[LayerCache, ...]
+
+
+class Transformer(nn.Module):
+    """Decoder-only transformer returning logits, final hidden state, taps and cache."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "B T"],
+        cache: Cache | None = None,
+        *,
+        taps: tuple[int, ...] = (),
+        logits: Literal["all", "last", "none"] = "all",
+    ) -> TargetOutput:
+        c = self.config
+        embed = Embedding(c.vocab_size, c.width, name="embed")
+        x_BTD = embed(tokens_BT)
+        tapped = {-1: x_BTD}
+        layers = []
+        for i in range(c.num_layers):
+            layer = None if cache is None else cache[i]
+            x_BTD, layer = Block(c, name=f"layer_{i}")(x_BTD, positions_BT, layer)
+            tapped[i] = x_BTD
+            layers.append(layer)
+        hidden_BTD = RMSNorm(c.norm_eps, name="final_norm")(x_BTD)
+        head = embed.attend
+        if not c.tied_head:
+            head = Linear(c.vocab_size, ("vocab", "embed"), name="lm_head")
+        return TargetOutput(
+            logits=_select_logits(head, hidden_BTD, logits),
+            hidden=hidden_BTD,
+            taps=jnp.stack([tapped[i] for i in taps], axis=2) if taps else None,
+            cache=None if cache is None else tuple(layers),
+        )
+
+
+def _select_logits(
+    head: Any, hidden_BTD: Float[Array, "B T D"], logits: str
+) -> Float[Array, "B _ V"] | None:
+    if logits == "none":
+        return None
+    return head(hidden_BTD if logits == "all" else hidden_BTD[:, -1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerTarget:
+    """The *target* contract of decoding (docs/design.md) for our transformers.
+
+    Hashable and free of arrays: parameters are passed to every call.
+    """
+
+    config: TransformerConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_len(self) -> int:
+        return self.config.max_len
+
+    def init_params(self, key: jax.Array) -> Any:
+        """Random float32 parameters, as boxed pytree with logical axis names."""
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return Transformer(self.config).init(key, tokens, tokens)["params"]
+
+    def param_shapes(self) -> Any:
+        """Pytree of `jax.ShapeDtypeStruct`, without making any array."""
+        return nn.unbox(jax.eval_shape(self.init_params, jax.random.key(0)))
+
+    def init_cache(self, batch: int, slots: int) -> Cache:
+        """Empty cache for `batch` rows of up to `slots` positions."""
+        shape = (batch, self.config.num_kv_heads, slots, self.config.head_dim)
+        return tuple(
+            LayerCache(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(self.config.num_layers)
+        )
+
+    def apply(
+        self,
+        params: Any,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: Cache | None,
+        *,
+        taps: tuple[int, ...] = (),
+        logits: Literal["all", "last", "none"] = "all",
+    ) -> TargetOutput:
+        """One causal pass over T positions of every row.
+
+        Writes keys and values at `positions` of the cache (out of range: dropped)
+        and attends to every slot at or before each query's own position. With
+        `cache=None` the pass attends to itself alone. `taps` are layer indices
+        whose outputs (before the final norm) are returned; -1 is the embedding.
+
+        Raises:
+          ValueError: a tap that is not a layer of this model.
+        """
+        wrong = [i for i in taps if not -1 <= i < self.config.num_layers]
+        if wrong:
+            raise ValueError(
+                f"taps {wrong} are not layers of this model: give indices from -1 "
+                f"(the embedding) to {self.config.num_layers - 1}"
+            )
+        out = Transformer(self.config).apply(
+            {"params": params}, tokens, positions, cache, taps=taps, logits=logits
+        )
+        return cast(TargetOutput, out)

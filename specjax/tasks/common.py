@@ -1,0 +1,116 @@
+"""What the tasks share: the workdir, the compilation cache, loading, and the results."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+import specjax
+from specjax.evaluation.comparison import Comparison
+from specjax.evaluation.plots import plot_report
+from specjax.evaluation.report import build_report, summary, write_json
+from specjax.evaluation.runner import Settings
+
+
+def open_workdir(workdir: Path) -> None:
+    """Makes the folder if need be and makes sure that files can be written to it.
+
+    Raises:
+      ValueError: it is no folder, or cannot be made or written to.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to the workdir {workdir} ({error.strerror}): "
+            "give another folder with --workdir"
+        ) from error
+
+
+def enable_compilation_cache(folder: str) -> None:
+    """Keeps compiled programs on disk, so that the next run needs not compile them.
+
+    Args:
+      folder: where; "auto" is a folder in the user's cache directory unless JAX has been
+        given one already; "off" leaves JAX's setting alone.
+    """
+    if folder == "off" or (folder == "auto" and jax.config.jax_compilation_cache_dir):
+        return
+    if folder == "auto":
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = str(Path(base) / "specjax" / "compiled")
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def load_models(config: ConfigDict) -> tuple[specjax.Target, specjax.Drafter]:
+    """The target and the drafter that the config names."""
+    target = specjax.load_target(config.target, dtype=config.dtype)
+    return target, specjax.load_drafter(config.drafter, target)
+
+
+def decode_settings(config: ConfigDict, batch_size: int) -> Settings:
+    """How the config asks to decode."""
+    return Settings(
+        max_new_tokens=config.max_new_tokens,
+        draft_len=config.draft_len,
+        temperature=config.temperature,
+        seed=config.seed,
+        acceptance=config.acceptance,
+        policy=config.policy,
+        batch_size=batch_size,
+    )
+
+
+def plain_config(config: ConfigDict) -> dict[str, Any]:
+    """The config as JSON would give it back."""
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in config.to_dict().items()
+    }
+
+
+class ProgressBar(tqdm):
+    """A bar of decoded outputs on the standard error stream, for `compare` to tell."""
+
+    def __init__(self, total: int):
+        super().__init__(total=total, unit=" outputs", file=sys.stderr, dynamic_ncols=True)
+
+    def tell(self, what: str, rows: int) -> None:
+        """That many more rows are done; `what` they were is shown."""
+        self.set_description(what, refresh=False)
+        self.update(rows)
+
+
+def write_results(
+    config: ConfigDict,
+    workdir: Path,
+    target: specjax.Target,
+    comparisons: Sequence[Comparison],
+    set_key: str,
+) -> None:
+    """Writes report.json, config.json and report.png, and prints the table."""
+    report = build_report(
+        config.task,
+        plain_config(config),
+        comparisons,
+        drafter=config.drafter,
+        policy=config.policy,
+        set_key=set_key,
+    )
+    write_json(workdir / "config.json", report["config"])
+    write_json(workdir / "report.json", report)
+    print(summary(comparisons, set_key, target.dtype))
+    print(f"Report: {workdir / 'report.json'}")
+    try:
+        plot_report(report, set_key, workdir / "report.png")
+        print(f"Figure: {workdir / 'report.png'}")
+    except ImportError:
+        print("No figure: matplotlib is not installed (pip install 'specjax[plots]').")

@@ -1,0 +1,129 @@
+"""Task "evaluate": measures a drafter on files of prompts, file by file, resumably."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from specjax.api import encode_prompts
+from specjax.data.prompts import find_prompt_files, read_prompts
+from specjax.evaluation.comparison import Comparison, compare, outputs
+from specjax.evaluation.report import environment, write_json
+from specjax.evaluation.runner import room
+from specjax.tasks.common import (
+    ProgressBar,
+    decode_settings,
+    enable_compilation_cache,
+    load_models,
+    open_workdir,
+    plain_config,
+    write_results,
+)
+
+
+def run(config: ConfigDict, workdir: Path) -> None:
+    """Runs the task; see configs/evaluate.py.
+
+    Files that an earlier run with the same config finished in this workdir are not
+    decoded again.
+
+    Raises:
+      ValueError: bad settings, unknown names, bad prompt files, models that cannot be
+        loaded, or a workdir that cannot be written to or holds another config's results.
+    """
+    open_workdir(workdir)
+    enable_compilation_cache(config.compilation_cache)
+    settings = decode_settings(config, config.batch_size)
+    files = find_prompt_files(config.prompts)
+    texts = {name: read_prompts(path, config.limit) for name, path in files.items()}
+    target, drafter = load_models(config)
+    prompts = {name: encode_prompts(target, rows, chat=True) for name, rows in texts.items()}
+    for name, rows in prompts.items():
+        room(target, name, rows, settings.max_new_tokens)  # none is too long
+    finished = _Finished(workdir / "finished.json", config, target.dtype)
+    todo = {name: rows for name, rows in prompts.items() if not finished.has(name, rows)}
+    done = [name for name in prompts if name not in todo]
+    if done:
+        print(f"Finished before, not decoded again: {', '.join(done)}")
+    count = sum(map(len, todo.values()))
+    with ProgressBar(outputs(target, count, settings, config.check)) as bar:
+        for name, rows in todo.items():
+            [comparison] = compare(
+                target,
+                drafter,
+                {name: rows},
+                settings,
+                check=config.check,
+                gap_tolerance=config.gap_tolerance,
+                on_batch=bar.tell,
+            )
+            finished.add(comparison, rows)
+    comparisons = [finished.get(name) for name in prompts]
+    write_results(config, workdir, target, comparisons, set_key="file")
+
+
+class _Finished:
+    """The comparisons that are done, kept in the workdir under their config.
+
+    Results count only for the config, versions, device and prompts they were made with.
+    """
+
+    def __init__(self, path: Path, config: ConfigDict, dtype: str):
+        self._path = path
+        made_with = {
+            "config": plain_config(config),
+            "dtype": dtype,
+            "environment": environment(),
+        }
+        self._content: dict[str, Any] = {**made_with, "files": {}}
+        if path.exists():
+            self._content = self._read(made_with)
+
+    def _read(self, made_with: dict[str, Any]) -> dict[str, Any]:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            stored = {key: content[key] for key in made_with}
+            changed = _changes(stored, made_with)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"cannot read {self._path} ({error!r}): remove it to start afresh"
+            ) from error
+        if changed:
+            raise ValueError(
+                f"{self._path} holds results made with another {'; '.join(changed)}. "
+                "Use another --workdir, or remove that file to start afresh"
+            )
+        return content
+
+    def has(self, name: str, prompts: list[list[int]]) -> bool:
+        entry = self._content["files"].get(name)
+        return entry is not None and entry["prompts"] == _digest(prompts)
+
+    def get(self, name: str) -> Comparison:
+        return Comparison.from_json(self._content["files"][name]["comparison"])
+
+    def add(self, comparison: Comparison, prompts: list[list[int]]) -> None:
+        self._content["files"][comparison.name] = {
+            "prompts": _digest(prompts),
+            "comparison": dataclasses.asdict(comparison),
+        }
+        write_json(self._path, self._content)
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """One entry "key (old value, now new value)" for each leaf that differs."""
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changes += _changes(before, after, f"{prefix}{key}.")
+        elif before != after:
+            changes.append(f"{prefix}{key} ({before!r}, now {after!r})")
+    return changes
+
+
+def _digest(prompts: list[list[int]]) -> str:
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

@@ -1,0 +1,50 @@
+"""Task "generate": completes built-in prompts one by one, with and without drafter."""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from specjax.api import encode_prompts
+from specjax.data.prompts import builtin_prompt
+from specjax.evaluation.comparison import compare, outputs
+from specjax.tasks.common import (
+    ProgressBar,
+    decode_settings,
+    enable_compilation_cache,
+    load_models,
+    open_workdir,
+    write_results,
+)
+
+
+def run(config: ConfigDict, workdir: Path) -> None:
+    """Runs the task; see configs/quickstart.py.
+
+    Raises:
+      ValueError: bad settings, unknown names, a workdir that cannot be written to, or
+        models that cannot be loaded.
+    """
+    open_workdir(workdir)
+    enable_compilation_cache(config.compilation_cache)
+    settings = decode_settings(config, batch_size=1)
+    texts = {name: builtin_prompt(name) for name in config.prompts}
+    if not texts:
+        raise ValueError("config.prompts is empty: name at least one built-in prompt")
+    target, drafter = load_models(config)
+    ids = encode_prompts(target, list(texts.values()), chat=True)
+    with ProgressBar(outputs(target, len(ids), settings, config.check)) as bar:
+        comparisons = compare(
+            target,
+            drafter,
+            {name: [prompt] for name, prompt in zip(texts, ids, strict=True)},
+            settings,
+            check=config.check,
+            gap_tolerance=config.gap_tolerance,
+            on_batch=bar.tell,
+        )
+    for comparison in comparisons:
+        completion = comparison.speculative.texts
+        assert completion is not None  # text prompts had a tokeniser
+        print(f"--- {comparison.name} ---\n{texts[comparison.name]}\n")
+        print(f"{completion[0].strip()}\n")
+    write_results(config, workdir, target, comparisons, set_key="prompt_name")

@@ -1,0 +1,184 @@
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.checkpoints import CheckpointError, load_target
+
+from .conftest import Golden
+from .gguf_files import llama3_divisors, write_gguf
+
+
+def load(source: Path) -> Any:
+    return load_target(source, dtype="float32")
+
+
+def write(path: Path, golden: Golden, **options: Any) -> Path:
+    rope = golden.config["rope_parameters"]
+    length = {"original_max_len": rope["original_max_position_embeddings"]}
+    return write_gguf(path, golden.config, golden.tensors, **length | options)
+
+
+def test_equals_the_hugging_face_model(golden: Golden, tmp_path: Path) -> None:
+    golden.check(load(write(tmp_path / "model.gguf", golden)))
+
+
+# The rounding of each kind, relative to the largest number of a block of 32.
+@pytest.mark.parametrize(
+    ("kind", "rounding"), [("F16", 2**-11), ("BF16", 2**-8), ("Q8_0", 1 / 254), ("Q4_1", 2 / 30)]
+)
+def test_quantised_weights(golden: Golden, tmp_path: Path, kind: str, rounding: float) -> None:
+    quantization = gguf.GGMLQuantizationType[kind]
+    target = load(write(tmp_path / "model.gguf", golden, quantization=quantization))
+    exact = load(golden.directory)
+    for weight, wanted in zip(*map(jax.tree.leaves, (target.params, exact.params)), strict=True):
+        if weight.ndim == 1:
+            np.testing.assert_array_equal(weight, wanted)
+            continue
+        error, size = (np.abs(np.asarray(x)).reshape(-1, 32) for x in (weight - wanted, wanted))
+        # The scale of a block is itself rounded to float16.
+        bound = (rounding + 2**-10) * size.max(axis=1, keepdims=True)
+        assert np.all(error <= bound)
+
+
+def test_q8_logits(golden: Golden, tmp_path: Path) -> None:
+    quantization = gguf.GGMLQuantizationType.Q8_0
+    target = load(write(tmp_path / "model.gguf", golden, quantization=quantization))
+    logits = target.forward(jnp.asarray(golden.outputs["input_ids"])).logits
+    wanted = golden.outputs["logits"]
+    # Weights move by up to 1/254 of their block's largest; heads in a wrong order by 1.
+    assert np.sqrt(np.mean((logits - wanted) ** 2) / np.mean(wanted**2)) < 0.05
+
+
+def test_default_rope(untied: Golden, tmp_path: Path) -> None:
+    target = load(write(tmp_path / "model.gguf", untied, original_max_len=None))
+    assert target.model.config.rope.kind == "default"
+    assert target.model.config.rope.theta == 10_000.0
+
+
+def test_rope_of_llama_3_2(untied: Golden, tmp_path: Path) -> None:
+    rope = {
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = untied.config | {"head_dim": 64, "rope_parameters": rope}
+    heads = {"q_proj": (256, 32), "k_proj": (128, 32), "v_proj": (128, 32), "o_proj": (32, 256)}
+    shapes = {f"{part}.weight": shape for part, shape in heads.items()}
+    tensors = {
+        name: np.zeros(shapes.get(".".join(name.split(".")[-2:]), tensor.shape), np.float32)
+        for name, tensor in untied.tensors.items()
+    }
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, original_max_len=8192)
+    loaded = load(path).model.config.rope
+    assert (loaded.kind, loaded.theta, loaded.factor) == ("llama3", 500_000.0, 32.0)
+    assert (loaded.low_freq_factor, loaded.high_freq_factor) == (1.0, 4.0)
+    assert loaded.original_max_len == 8192
+
+
+def test_unknown_rope_divisors(untied: Golden, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", untied, original_max_len=8192)
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not Llama 3's rescaling"):
+        load(path)
+
+
+def test_divisors_that_do_not_fit(untied: Golden, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", untied)
+    path.write_bytes(path.read_bytes().replace(b"rope_freqs.weight", b"else_freqs.weight"))
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: else_freqs\.weight"):
+        load(path)
+    config = untied.config | {"head_dim": 8}
+    path = write_gguf(tmp_path / "model.gguf", config, untied.tensors, original_max_len=16)
+    data = path.read_bytes()
+    for key in (b"attention.key_length", b"rope.dimension_count"):
+        start = data.index(key) + len(key) + 4  # after the type
+        data = data[:start] + (16).to_bytes(4, "little") + data[start + 4 :]
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"shape \(4,\), which does not fit heads of 16"):
+        load(path)
+
+
+def test_divisors_are_those_of_the_golden_model(untied: Golden) -> None:
+    divisors = llama3_divisors(16, untied.config["rope_parameters"])
+    assert divisors[0] < 2.0 < divisors[1] == 4.0  # one interpolated, the others slowed down
+
+
+def test_sizes_left_out_by_older_files(untied: Golden, tmp_path: Path) -> None:
+    extra = {"tokenizer.ggml.tokens": [f"t{i}" for i in range(96)]}
+    path = write(tmp_path / "model.gguf", untied, extra=extra)
+    data = path.read_bytes().replace(b"llama.vocab_size", b"other.vocab_size")
+    path.write_bytes(data.replace(b"llama.attention.key_length", b"other.attention.key_length"))
+    untied.check(load(path))
+
+
+def test_stop_ids(untied: Golden, tmp_path: Path) -> None:
+    ids = {"eos_token_id": 2, "eot_token_id": 9, "eom_token_id": 2}
+    extra = {f"tokenizer.ggml.{key}": value for key, value in ids.items()}
+    assert load(write(tmp_path / "model.gguf", untied, extra=extra)).stop_ids == (2, 9)
+    assert load(write(tmp_path / "model.gguf", untied)).stop_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"llama.expert_count": 8}, r"llama\.expert_count=8 is not supported"),
+        ({"llama.attention.sliding_window": 4096}, r"attention\.sliding_window=4096"),
+        ({"split.count": 2}, r"one of 2 parts: join them with `llama-gguf-split --merge`"),
+        ({"llama.rope.scaling.type": "yarn"}, r"rope scaling 'yarn'"),
+        ({"llama.rope.scaling.factor": 2.0}, r"rope scaling 'linear' by 2\.0"),
+        ({"llama.attention.value_length": 8}, r"attention\.value_length=8 .*width of a head, 16"),
+        ({"tokenizer.ggml.eos_token_id": 96}, r"\[96\] lie outside the vocabulary of 96"),
+        (
+            {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]},
+            r"tokeniser 'bert'.*known are gpt2, llama",
+        ),
+    ],
+)
+def test_refused_metadata(
+    untied: Golden, tmp_path: Path, extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(write(tmp_path / "model.gguf", untied, extra=extra))
+
+
+def test_missing_metadata(untied: Golden, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", untied)
+    path.write_bytes(path.read_bytes().replace(b"llama.context_length", b"other.context_length"))
+    with pytest.raises(CheckpointError, match=r"lacks llama\.context_length"):
+        load(path)
+
+
+def test_unknown_architecture(untied: Golden, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", untied, architecture="rwkv7")
+    with pytest.raises(CheckpointError, match=r"architecture 'rwkv7'.*known are llama"):
+        load(path)
+
+
+def test_unsupported_quantisation(untied: Golden, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", untied, quantization=gguf.GGMLQuantizationType.Q8_0)
+    data, name = bytearray(path.read_bytes()), b"blk.1.ffn_up.weight"
+    kind = data.index(name) + len(name) + 4 + 2 * 8  # after the rank and two sizes
+    data[kind] = gguf.GGMLQuantizationType.Q8_1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has the quantisation Q8_1"):
+        load(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 100, 2000, -1])
+def test_truncated_file(untied: Golden, tmp_path: Path, keep: int) -> None:
+    path = write(tmp_path / "model.gguf", untied)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.gguf is not a whole GGUF file"):
+        load(path)
+
+
+def test_not_a_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04" * 64)
+    with pytest.raises(CheckpointError, match=r"is not a whole GGUF file.*magic"):
+        load(tmp_path / "model.gguf")

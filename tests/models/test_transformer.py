@@ -1,0 +1,113 @@
+"""Properties of the transformer that do not need recorded outputs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.config import RopeConfig, TransformerConfig
+from specjax.models.layers import matmul, rotate, write_cache
+from tests.toys import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def test_logits_depend_on_no_later_token(target):
+    """The gradient of logits at t with respect to the embedding at s is zero for s > t."""
+    tokens = jnp.arange(6)[None]
+
+    def logits_at(table_rows, t):
+        params = {**target.params, "embed": {"weight": table_rows}}
+        out = target.model.apply(params, tokens, tokens, None)
+        return jnp.sum(out.logits[0, t] ** 2)
+
+    # Untied head and distinct tokens: row s of the table is what position s receives.
+    for t in range(6):
+        gradient = jax.grad(logits_at)(target.params["embed"]["weight"], t)
+        size = np.abs(gradient[:6]).sum(axis=-1)
+        assert np.all(size[t + 1 :] == 0)
+        assert np.all(size[: t + 1] > 0)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 9, [4, 5], [9], [3, 1, 5]])
+def test_cached_passes_equal_one_uncached_pass(target, chunks):
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 61)
+    whole = target.forward(tokens, taps=(-1, 0, 1))
+    cache, start, parts = target.model.init_cache(2, 12), 0, []
+    for size in chunks:
+        positions = jnp.broadcast_to(start + jnp.arange(size), (2, size))
+        out = target.model.apply(
+            target.params, tokens[:, start : start + size], positions, cache, taps=(-1, 0, 1)
+        )
+        cache, start = out.cache, start + size
+        parts.append(out)
+    for name in ("logits", "hidden", "taps"):
+        joined = jnp.concatenate([getattr(part, name) for part in parts], axis=1)
+        np.testing.assert_allclose(joined, getattr(whole, name), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_can_be_left_out(target):
+    tokens = jnp.array([[1, 2, 3]])
+    whole = target.forward(tokens)
+    last = target.model.apply(target.params, tokens, jnp.arange(3)[None], None, logits="last")
+    none = target.model.apply(target.params, tokens, jnp.arange(3)[None], None, logits="none")
+    np.testing.assert_allclose(last.logits, whole.logits[:, -1:], rtol=1e-5, atol=1e-5)
+    assert none.logits is None
+    np.testing.assert_array_equal(none.hidden, whole.hidden)
+
+
+def test_writes_out_of_range_are_dropped():
+    cache = jnp.zeros((2, 1, 4, 2))
+    new = jnp.ones((2, 3, 1, 2))
+    written = write_cache(cache, new, jnp.array([[2, 3, 4], [4, 5, 6]]))
+    assert written[0, 0, :, 0].tolist() == [0, 0, 1, 1]
+    assert written[1].sum() == 0
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only(rng):
+    x = jnp.asarray(rng.normal(size=(1, 2, 1, 8)), jnp.float32)
+    for rope in (RopeConfig(), RopeConfig("llama3", 10_000.0, 8.0, 1.0, 4.0, 64)):
+        products = []
+        for start in (0, 90):
+            q, k = rotate(x, jnp.array([[start, start + 5]]), rope)[0, :, 0]
+            np.testing.assert_allclose(jnp.sum(q**2), jnp.sum(x[0, 0] ** 2), rtol=1e-5)
+            products.append(jnp.dot(q, k))
+        np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_bfloat16_products_accumulate_in_float32(rng, rows):
+    x = jnp.asarray(rng.normal(size=(rows, 300)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(7, 300)), jnp.bfloat16)
+    exact = np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(weight, np.float64).T
+    out = matmul(x, weight)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "at least 1"),
+        ({"num_kv_heads": 3}, "multiple"),
+        ({"head_dim": 7}, "even"),
+    ],
+)
+def test_impossible_sizes_are_named(target, change, message):
+    config: TransformerConfig = target.model.config
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **change)
+
+
+def test_forward_refuses_what_does_not_fit(target):
+    with pytest.raises(ValueError, match="tokens must be"):
+        target.forward(jnp.zeros((1, 257), jnp.int32))
+    with pytest.raises(ValueError, match="tokens must be"):
+        target.forward(jnp.zeros((1, 0), jnp.int32))
+    with pytest.raises(ValueError, match="token ids"):
+        target.forward(jnp.array([[61]]))

@@ -1,0 +1,123 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from specjax import main
+
+# How ml_collections loads config files.
+pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = f"--config={ROOT / 'configs/quickstart.py'}"
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs the command line in this process and gives the exit code."""
+
+    def run(*arguments):
+        argv = ["main", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)  # where ml_collections looks for overrides
+        try:
+            return main.main(main.parse_flags(argv))
+        except SystemExit as exit_:
+            return exit_.code
+
+    yield run
+    for name in list(flags.FLAGS):
+        if name.startswith("config."):
+            delattr(flags.FLAGS, name)
+    flags.FLAGS["config"].unparse()
+    flags.FLAGS["workdir"].unparse()
+    flags.FLAGS.unparse_flags()
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    """What the tasks were called with, instead of running them."""
+    calls = []
+    for name in main.TASKS:
+        monkeypatch.setitem(
+            main.TASKS, name, lambda config, workdir, name=name: calls.append((config, workdir))
+        )
+    return calls
+
+
+def test_runs_the_task_of_the_config(run, tasks, tmp_path):
+    code = run(f"{QUICKSTART}:smoke", f"--workdir={tmp_path}", "--config.max_new_tokens=5")
+    [(config, workdir)] = tasks
+    assert code == 0
+    assert (config.task, config.max_new_tokens, config.prompts) == ("generate", 5, ("rewrite",))
+    assert config.is_locked
+    assert workdir == tmp_path
+
+
+def test_default_workdir_is_new_and_named_after_the_config(run, tasks):
+    assert run(f"{QUICKSTART}:smoke") == 0
+    assert re.fullmatch(r"runs/quickstart-smoke-\d{8}-\d{6}", tasks[0][1].as_posix())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([QUICKSTART, "--config.max_new_tokns=5"], ["max_new_tokns", "max_new_tokens"]),
+        ([QUICKSTART, "--config.task.x=5"], ["unknown config key"]),
+        ([QUICKSTART, "--config.max_new_tokens=many"], ["config.max_new_tokens", "many"]),
+        ([QUICKSTART, "--config.task=genrate"], ["'genrate'", "known are generate, evaluate"]),
+        ([QUICKSTART + ":smok"], ["unknown variant 'smok'", "'smoke'"]),
+        ([QUICKSTART, "--wrkdir=x"], ["wrkdir", "workdir"]),
+        ([QUICKSTART, "max_new_tokens=5"], ["unexpected arguments max_new_tokens=5"]),
+        (["--config=nowhere.py"], ["existing config file"]),
+        ([], ["existing config file"]),
+    ],
+)
+def test_bad_command_lines_end_in_one_line(run, tasks, capsys, arguments, parts):
+    assert run(*arguments) == 2
+    assert not tasks
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert all(part in line for part in parts), line
+
+
+def test_value_errors_end_in_one_line(run, monkeypatch, capsys):
+    def fail(config, workdir):
+        raise ValueError("no such target; give another")
+
+    monkeypatch.setitem(main.TASKS, "generate", fail)
+    assert run(QUICKSTART) == 2
+    assert capsys.readouterr().err == "error: no such target; give another\n"
+
+
+def test_faults_are_not_hidden(run, monkeypatch):
+    def fail(config, workdir):
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setitem(main.TASKS, "generate", fail)
+    with pytest.raises(TypeError, match="a fault of ours"):
+        run(QUICKSTART)
+
+
+def test_interrupt(run, monkeypatch, capsys):
+    def interrupt(config, workdir):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.TASKS, "generate", interrupt)
+    assert run(QUICKSTART) == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
+
+
+def test_misspelt_key_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "specjax.main", QUICKSTART, "--config.temprature=1"]
+    result = subprocess.run(
+        [*command, f"--workdir={tmp_path / 'w'}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "temprature" in result.stderr.splitlines()[-1]
+    assert "temperature" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "w").exists()

@@ -39,14 +39,13 @@ def main() -> int:
     target = specjax.load_target("smollm2-135m", dtype="float32")
     drafter = specjax.load_drafter("prompt_lookup", target)
     settings = Settings(max_new_tokens, draft_len=0, batch_size=limit)
-    rows = []
+    sets = {name: encode_prompts(target, rows) for name, rows in texts.items()}
     with (
         jax.default_matmul_precision("highest"),
-        ProgressBar(sum(map(len, texts.values())) * (len(DRAFT_LENGTHS) + 1)) as bar,
+        ProgressBar(sum(map(len, sets.values())) * (len(DRAFT_LENGTHS) + 1)) as bar,
     ):
-        for name, prompts in texts.items():
-            rows += _compare_file(target, drafter, name, prompts, settings, partial(bar.tell, name))
-    failed = sum(len(row["differences"]) for row in rows)
+        runs = _compare(target, drafter, sets, settings, bar)
+    failed = sum(len(run["differences"]) for run in runs)
     write_json(
         arguments.out,
         {
@@ -56,10 +55,10 @@ def main() -> int:
             "dtype": target.dtype,
             "max_new_tokens": max_new_tokens,
             "identical": not failed,
-            "runs": rows,
+            "runs": runs,
         },
     )
-    print(_table(rows))
+    print(_table(runs))
     print(f"{failed} outputs differ." if failed else "Every output is identical.")
     return 1 if failed else 0
 
@@ -72,42 +71,49 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _compare_file(target, drafter, name, texts, settings, on_batch) -> list[dict]:
-    """One entry for each draft length."""
-    prompts = encode_prompts(target, texts, chat=True)
-    max_len = room(target, name, prompts, settings.max_new_tokens)
-    autoregressive = decode_all(target, None, prompts, settings, max_len, on_batch)
-    rows = []
-    for draft_len in DRAFT_LENGTHS:
-        drafting = dataclasses.replace(settings, draft_len=draft_len)
-        speculative = decode_all(target, drafter, prompts, drafting, max_len, on_batch)
-        parted = differences(target, prompts, autoregressive, speculative)
-        rows.append(
-            {
-                "file": name,
-                "draft_len": draft_len,
-                "prompts": len(prompts),
-                "tokens": speculative.token_count,
-                "mean_accepted_length": mean_accepted_length(speculative.stats),
-                "differences": [dataclasses.asdict(difference) for difference in parted],
-            }
-        )
-    return rows
+def _compare(
+    target: specjax.Target,
+    drafter: specjax.Drafter,
+    sets: dict[str, list[list[int]]],
+    settings: Settings,
+    bar: ProgressBar,
+) -> list[dict]:
+    """One entry for each file and draft length."""
+    max_len = max(room(target, name, rows, settings.max_new_tokens) for name, rows in sets.items())
+    runs = []
+    for name, prompts in sets.items():
+        tell = partial(bar.tell, name)
+        autoregressive = decode_all(target, None, prompts, settings, max_len, tell)
+        for draft_len in DRAFT_LENGTHS:
+            drafting = dataclasses.replace(settings, draft_len=draft_len)
+            speculative = decode_all(target, drafter, prompts, drafting, max_len, tell)
+            parted = differences(target, prompts, autoregressive, speculative)
+            runs.append(
+                {
+                    "file": name,
+                    "draft_len": draft_len,
+                    "prompts": len(prompts),
+                    "tokens": speculative.token_count,
+                    "mean_accepted_length": mean_accepted_length(speculative.stats),
+                    "differences": [dataclasses.asdict(difference) for difference in parted],
+                }
+            )
+    return runs
 
 
-def _table(rows: list[dict]) -> str:
+def _table(runs: list[dict]) -> str:
     return format_table(
         ["file", "draft length", "prompts", "tokens", "mean accepted length", "identical"],
         [
             [
-                row["file"],
-                str(row["draft_len"]),
-                str(row["prompts"]),
-                str(row["tokens"]),
-                f"{row['mean_accepted_length']:.2f}",
-                "NO" if row["differences"] else "yes",
+                run["file"],
+                str(run["draft_len"]),
+                str(run["prompts"]),
+                str(run["tokens"]),
+                f"{run['mean_accepted_length']:.2f}",
+                "NO" if run["differences"] else "yes",
             ]
-            for row in rows
+            for run in runs
         ],
     )
 

@@ -49,10 +49,10 @@ def _plot_speed(axes: Any, sets: list[tuple[str, dict[str, Any], dict[str, Any]]
         places = [i + offset for i in range(len(sets))]
         axes.bar(places, speeds, width=0.38, color=color, label=label)
     for i, (before, after) in enumerate(zip(*runs, strict=True)):
-        if before["tokens_per_second"] and after["tokens_per_second"]:
-            ratio = after["tokens_per_second"] / before["tokens_per_second"]
-            place = (i + 0.2, after["tokens_per_second"])
-            axes.annotate(f"{ratio:.2f}×", place, (0, 2), textcoords="offset points", ha="center")
+        speeds = (before["tokens_per_second"], after["tokens_per_second"])
+        if all(speeds):
+            label, place = f"{speeds[1] / speeds[0]:.2f}×", (i, max(speeds))
+            axes.annotate(label, place, (0, 2), textcoords="offset points", ha="center")
     axes.set_xticks(range(len(sets)), names)
     axes.margins(y=0.25)  # room for the legend
     axes.set(title="Speed (prefill included)", ylabel="tokens per second")

@@ -113,7 +113,9 @@ class Measurement:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Measurement":
         """Inverse of `dataclasses.asdict` and JSON, with arrays as lists."""
-        counts = {name: np.asarray(x, np.int32) for name, x in fields["stats"].items()}
+        counts: dict[str, Any] = {
+            name: np.asarray(count, np.int32) for name, count in fields["stats"].items()
+        }
         return cls(**{**fields, "stats": RoundStats(**counts)})
 
 

@@ -10,7 +10,7 @@ from specjax.evaluation.comparison import compare, outputs, score_gaps
 from specjax.evaluation.runner import Settings, decode_all
 from tests.evaluation.tiny_target import STOP, tiny_target
 
-SETTINGS = Settings(max_new_tokens=6, draft_len=3, batch_size=2)
+SETTINGS = Settings(max_new_tokens=6, draft_len=3)
 SETS = {"a": [[1, 2, 3], [4, 5]], "b": [[6]]}
 
 

@@ -4,6 +4,9 @@ Every key of the config can be overridden on the command line. The task writes i
 to --workdir and prints it.
 """
 
+import importlib
+import io
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,14 +15,13 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from specjax.tasks import evaluate, generate
-
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file of the run, FILE[:variant].")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for the results. By default a new one: runs/NAME-DATE-TIME."
 )
 
-TASKS = {"generate": generate.run, "evaluate": evaluate.run}
+# Modules of specjax.tasks.
+TASKS = ("generate", "evaluate")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,9 +34,15 @@ def main(argv: Sequence[str]) -> int:
     if config.get("task") not in TASKS:
         return _fail(f"unknown config.task {config.get('task')!r}: known are {', '.join(TASKS)}")
     workdir = Path(_WORKDIR.value) if _WORKDIR.value else _default_workdir()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # it may not be UTF-8; outputs are
+    # transformers says that it found no PyTorch, which it is not needed for here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        TASKS[config.task](config, workdir)
-    except ValueError as error:
+        # Imported here because that takes seconds, in which it may be interrupted.
+        task = importlib.import_module(f"specjax.tasks.{config.task}")
+        task.run(config, workdir)
+    except (ValueError, OSError) as error:
         return _fail(error)
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
@@ -50,11 +58,11 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     except flags.Error as error:
         # An error inside the config file comes with its traceback; the last line says what.
         sys.exit(_fail(str(error).strip().splitlines()[-1]))
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = error.args[0]
         if isinstance(reason, KeyError):  # its own text would be quoted a second time
             reason = reason.args[0]
-        sys.exit(_fail(f"unknown config key {' '.join(str(reason).split())}"))
+        sys.exit(_fail(f"no such config key: {reason}"))
 
 
 def _default_workdir() -> Path:
@@ -64,7 +72,7 @@ def _default_workdir() -> Path:
 
 
 def _fail(message: object) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", *str(message).split(), file=sys.stderr)  # on one line
     return 2
 
 

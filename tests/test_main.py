@@ -1,3 +1,4 @@
+import importlib
 import re
 import subprocess
 import sys
@@ -41,9 +42,7 @@ def tasks(monkeypatch):
     """What the tasks were called with, instead of running them."""
     calls = []
     for name in main.TASKS:
-        monkeypatch.setitem(
-            main.TASKS, name, lambda config, workdir, name=name: calls.append((config, workdir))
-        )
+        monkeypatch.setattr(f"specjax.tasks.{name}.run", lambda *call: calls.append(call))
     return calls
 
 
@@ -65,7 +64,9 @@ def test_default_workdir_is_new_and_named_after_the_config(run, tasks):
     ("arguments", "parts"),
     [
         ([QUICKSTART, "--config.max_new_tokns=5"], ["max_new_tokns", "max_new_tokens"]),
-        ([QUICKSTART, "--config.task.x=5"], ["unknown config key"]),
+        ([QUICKSTART, "--config.task.x=5"], ["no such config key"]),
+        ([QUICKSTART, "--config.prompts[0]=chat"], ["no such config key", "prompts[0]"]),
+        ([QUICKSTART, "--config.prompts.0=chat"], ["no such config key", "prompts.0"]),
         ([QUICKSTART, "--config.max_new_tokens=many"], ["config.max_new_tokens", "many"]),
         ([QUICKSTART, "--config.task=genrate"], ["'genrate'", "known are generate, evaluate"]),
         ([QUICKSTART + ":smok"], ["unknown variant 'smok'", "'smoke'"]),
@@ -84,11 +85,12 @@ def test_bad_command_lines_end_in_one_line(run, tasks, capsys, arguments, parts)
     assert all(part in line for part in parts), line
 
 
-def test_value_errors_end_in_one_line(run, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_errors_of_use_end_in_one_line(run, monkeypatch, capsys, kind):
     def fail(config, workdir):
-        raise ValueError("no such target; give another")
+        raise kind("no such target;\n give another")
 
-    monkeypatch.setitem(main.TASKS, "generate", fail)
+    monkeypatch.setattr("specjax.tasks.generate.run", fail)
     assert run(QUICKSTART) == 2
     assert capsys.readouterr().err == "error: no such target; give another\n"
 
@@ -97,16 +99,18 @@ def test_faults_are_not_hidden(run, monkeypatch):
     def fail(config, workdir):
         raise TypeError("a fault of ours")
 
-    monkeypatch.setitem(main.TASKS, "generate", fail)
+    monkeypatch.setattr("specjax.tasks.generate.run", fail)
     with pytest.raises(TypeError, match="a fault of ours"):
         run(QUICKSTART)
 
 
-def test_interrupt(run, monkeypatch, capsys):
-    def interrupt(config, workdir):
+@pytest.mark.parametrize("where", ["importlib.import_module", "specjax.tasks.generate.run"])
+def test_interrupt(run, monkeypatch, capsys, where):
+    def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(main.TASKS, "generate", interrupt)
+    importlib.import_module("specjax.tasks.generate")
+    monkeypatch.setattr(where, interrupt)
     assert run(QUICKSTART) == 130
     assert capsys.readouterr().err == "\nInterrupted.\n"
 

@@ -18,6 +18,10 @@ def test_first_turns_in_order(tmp_path):
     assert read_prompts(tmp_path / "p.jsonl", limit=2) == ["first é", "a\u2028b"]
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    assert read_prompts(write(tmp_path / "p.jsonl", '\ufeff{"turns": ["a"]}')) == ["a"]
+
+
 def test_line_separators_inside_a_string_do_not_end_the_line(tmp_path):
     path = write(tmp_path / "p.jsonl", '{"turns": ["a\u2028b"]}\r\n')
     assert read_prompts(path) == ["a\u2028b"]
@@ -32,6 +36,9 @@ def test_line_separators_inside_a_string_do_not_end_the_line(tmp_path):
         ('{"turns": "x"}', "line 2: expected"),
         ('{"turns": [3]}', "line 2: expected"),
         ('["x"]', "line 2: expected"),
+        ('{"turns": ["a \\ud800"]}', "line 2: the prompt holds half of a surrogate pair"),
+        ('{"turns": ' * 100_000, "line 2: not valid JSON"),
+        (f'{{"turns": ["x"], "id": {"1" * 5000}}}', "line 2: not valid JSON"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):
@@ -69,8 +76,16 @@ def test_globs_give_sorted_unique_names(tmp_path):
 def test_globs_that_match_nothing(tmp_path):
     with pytest.raises(ValueError, match="no prompt file matches"):
         find_prompt_files(f"{tmp_path}/*.jsonl")
+    with pytest.raises(ValueError, match="no prompt file matches"):
+        find_prompt_files("~nosuchuser/*.jsonl")
     with pytest.raises(ValueError, match=r"set config\.prompts to a glob"):
         find_prompt_files("")
+
+
+def test_file_names_that_are_not_utf8(tmp_path):
+    write(Path(f"{tmp_path}/caf\udce9.jsonl"), "")  # Latin-1
+    with pytest.raises(ValueError, match=r"the file name .* is not UTF-8: rename"):
+        find_prompt_files(f"{tmp_path}/*.jsonl")
 
 
 def test_builtin_prompts():

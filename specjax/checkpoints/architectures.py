@@ -5,6 +5,7 @@ table of names, entered in `ARCHITECTURES`.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -75,7 +76,7 @@ def get_number(config: Mapping[str, Any], key: str, default: int | float | None 
     """A number of the configuration; without a default it must be there.
 
     Raises:
-      CheckpointError: it is missing or not a number.
+      CheckpointError: it is missing or not a finite number.
     """
     value = config.get(key)
     if value is None:
@@ -84,7 +85,13 @@ def get_number(config: Mapping[str, Any], key: str, default: int | float | None 
         raise CheckpointError(f"the configuration lacks {key!r}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise CheckpointError(f"{key} must be a number, got {value!r}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise CheckpointError(f"{key} must be a finite number, got {value!r}")
+    return number
 
 
 def get_size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -147,6 +154,9 @@ def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
             "quantization_config: quantised Hugging Face checkpoints are not supported; "
             "give the unquantised model or a .gguf file"
         )
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool | None):
+        raise CheckpointError(f"tie_word_embeddings must be true or false, got {tied!r}")
     width = get_size(config, "hidden_size")
     num_heads = get_size(config, "num_attention_heads")
     try:
@@ -162,7 +172,7 @@ def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
             norm_eps=get_number(config, "rms_norm_eps", 1e-6),
             max_len=get_size(config, "max_position_embeddings", 2048),
             rope=_rope(config),
-            tied_head=bool(config.get("tie_word_embeddings", False)),
+            tied_head=bool(tied),
         )
     except CheckpointError:
         raise

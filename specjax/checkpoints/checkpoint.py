@@ -55,7 +55,8 @@ def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -
       vectors in float32.
 
     Raises:
-      CheckpointError: missing, unexpected, unreadable or wrongly shaped tensors.
+      CheckpointError: missing, unexpected, unreadable or wrongly shaped tensors, or
+        values that are not finite in float32.
     """
     if config.num_layers > len(checkpoint.tensors):
         raise CheckpointError(
@@ -72,7 +73,7 @@ def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -
     _check_tensors(checkpoint.tensors, expected, harmless)
 
     def read(path: str) -> jax.Array:
-        array = checkpoint.tensors[names[path]].read()
+        array = _finite(checkpoint.tensors[names[path]].read(), names[path])
         if checkpoint.format == "gguf":
             array = _half_split(array, weights[path], config)
         return jnp.array(array, dtype if array.ndim == 2 else "float32")
@@ -104,6 +105,19 @@ def _check_tensors(
     ]
     if wrong:
         raise CheckpointError(f"wrong shapes: {name_some(wrong)}; check the configuration's sizes")
+
+
+def _finite(array: np.ndarray, name: str) -> np.ndarray:
+    """The array in float32."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        array = np.asarray(array, np.float32)
+        total = np.sum(array, dtype=np.float64)  # which finite float32 values cannot exceed
+    if not np.isfinite(total):
+        raise CheckpointError(
+            f"tensor {name} holds NaN or infinite values: the file is damaged, or was saved from "
+            f"a run that had diverged; download or export it again"
+        )
+    return array
 
 
 def _half_split(array: np.ndarray, weight: Weight, config: TransformerConfig) -> np.ndarray:

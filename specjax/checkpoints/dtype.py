@@ -87,7 +87,7 @@ def _device_key() -> str:
 
 
 def _cache_file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "specjax" / "dtype.json"
 
 
@@ -98,7 +98,7 @@ def _read_times(file: Path) -> dict[str, dict[str, float]]:
         return {
             key: {dtype: float(times[dtype]) for dtype in _DTYPES} for key, times in known.items()
         }
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}
 
 

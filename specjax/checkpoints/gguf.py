@@ -90,10 +90,10 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path} is not a whole GGUF file (truncated, damaged or of a newer kind): {error}"
         ) from error
     architecture = get_architecture({"model_type": metadata.get("general.architecture")})
-    if metadata.get("split.count", 1) > 1:
+    parts = get_size(metadata, "split.count", 1)
+    if parts > 1:
         raise CheckpointError(
-            f"{path} is one of {metadata['split.count']} parts: join them with "
-            f"`llama-gguf-split --merge`"
+            f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge`"
         )
     tensors = {tensor.name: _stored_tensor(tensor) for tensor in reader.tensors}
     return Checkpoint(
@@ -135,7 +135,8 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) ->
         if config[key] is None:
             raise CheckpointError(f"the metadata lacks {prefix}.{_CONFIG_KEYS[key]}")
     if config["vocab_size"] is None:  # left out by older files
-        config["vocab_size"] = len(metadata.get("tokenizer.ggml.tokens", ())) or None
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        config["vocab_size"] = len(tokens) if isinstance(tokens, list) else None
     if config["head_dim"] is None:
         config["head_dim"] = options.get("rope.dimension_count")
     for name in ("rope.dimension_count", "attention.value_length"):
@@ -147,12 +148,12 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) ->
     config["model_type"] = prefix
     config["tie_word_embeddings"] = "output.weight" not in tensors
     divisors = tensors.get("rope_freqs.weight")
-    config["rope_parameters"] = _rope_parameters(options, config["head_dim"], divisors)
+    config["rope_parameters"] = _rope_parameters(options, config, divisors)
     return config
 
 
 def _rope_parameters(
-    options: Mapping[str, Any], head_dim: Any, divisors: StoredTensor | None
+    options: Mapping[str, Any], config: Mapping[str, Any], divisors: StoredTensor | None
 ) -> dict[str, float | int | str]:
     """Rotary embedding; Llama 3's rescaling is stored as divisors of the frequencies."""
     kind = options.get("rope.scaling.type", "linear")
@@ -162,18 +163,24 @@ def _rope_parameters(
     theta = get_number(options, "rope.freq_base", 10_000.0)
     if divisors is None:
         return {"rope_type": "default", "rope_theta": theta}
-    if not head_dim or divisors.shape != (head_dim // 2,):
+    head_dim = get_size(config, "head_dim")
+    if head_dim % 2 or divisors.shape != (head_dim // 2,):
         raise CheckpointError(
             f"rope_freqs.weight has shape {divisors.shape}, which does not fit heads of {head_dim}"
         )
     # The file does not say how the divisors were made: they must be those of Llama 3.
     stored = np.asarray(divisors.read(), np.float32)
-    rope = RopeConfig(
-        kind="llama3",
-        theta=theta,
-        factor=round(float(stored.max()), 3),
-        original_max_len=get_size(options, "rope.scaling.original_context_length", 8192),
-    )
+    try:
+        rope = RopeConfig(
+            kind="llama3",
+            theta=theta,
+            factor=round(float(stored.max()), 3),
+            original_max_len=get_size(options, "rope.scaling.original_context_length", 8192),
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"the rotary embedding is damaged: {error}") from error
     plain = np.asarray(rope_frequencies(RopeConfig(theta=theta), head_dim))
     scaled = np.asarray(rope_frequencies(rope, head_dim))
     if not np.allclose(scaled * stored, plain, rtol=1e-3, atol=0.0):

@@ -53,6 +53,13 @@ _SPLITS = {
 # begin every text with the beginning-of-sequence token unless the file says otherwise.
 _WHOLE_WORDS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
 
+# What the metadata must be where it is there; of lists, every element.
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("model", "pre"), str),
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool),
+}
+_ELEMENT_TYPES = {"tokens": str, "merges": str, "token_type": int, "scores": (int, float)}
+
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> "PreTrainedTokenizerFast | None":
     """The tokeniser and chat template a GGUF file describes; None if it has none.
@@ -60,6 +67,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> "PreTrainedTokenizerFast | N
     Raises:
       CheckpointError: a kind of tokeniser that is not supported, or damaged metadata.
     """
+    _check_types(metadata)
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or not metadata.get("tokenizer.ggml.tokens"):
         return None
@@ -71,12 +79,27 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> "PreTrainedTokenizerFast | N
         )
     try:
         tokenizer = builders[kind](metadata)
+        _add_tokens(tokenizer, metadata)
+        return _wrap(tokenizer, metadata)
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise CheckpointError(f"the tokeniser's metadata is damaged: {error!r}") from error
-    _add_tokens(tokenizer, metadata)
-    return _wrap(tokenizer, metadata)
+
+
+def _check_types(metadata: Mapping[str, Any]) -> None:
+    keys = {"tokenizer.chat_template": str}
+    keys |= {f"tokenizer.ggml.{key}": kind for key, kind in _TYPES.items()}
+    wrong = [key for key, kind in keys.items() if not isinstance(metadata.get(key, kind()), kind)]
+    for key, kind in _ELEMENT_TYPES.items():
+        value = metadata.get(f"tokenizer.ggml.{key}", [])
+        if not isinstance(value, list) or not all(isinstance(x, kind) for x in value):
+            wrong.append(f"tokenizer.ggml.{key}")
+    if wrong:
+        raise CheckpointError(
+            f"the metadata {', '.join(wrong)} is of the wrong type: the file is damaged; "
+            "download or convert it again"
+        )
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -101,13 +124,11 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
-    tokens = metadata["tokenizer.ggml.tokens"]
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=_vocabulary(metadata),
             merges=_merges_by_score(metadata),
-            unk_token=None if unknown is None else tokens[unknown],
+            unk_token=_special_token(metadata, "unknown_token_id"),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -146,12 +167,12 @@ def _merges_by_score(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     """Makes control tokens (special) and user-defined ones match as a whole in any text."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type", ())
+    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
 
     def added(wanted: int, special: bool) -> list[AddedToken]:
         return [
             AddedToken(token, normalized=False, special=special)
-            for token, kind in zip(tokens, types, strict=False)
+            for token, kind in zip(tokens, types, strict=True)
             if kind == wanted
         ]
 

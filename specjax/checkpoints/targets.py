@@ -41,7 +41,7 @@ def load_target(source: str | os.PathLike[str], *, dtype: str = "auto") -> Targe
                 f"end-of-sequence ids {wrong} lie outside the vocabulary of {config.vocab_size}"
             )
         params = load_params(checkpoint, config, weight_dtype)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         raise CheckpointError(f"cannot load the target {name!r}: {error}") from error
     return Target(
         model=TransformerTarget(config),
@@ -58,7 +58,7 @@ def _open(source: str | os.PathLike[str]) -> Checkpoint:
         package, hub_id = _KNOWN[str(source)]
         return _open_path(_packaged_gguf(package) or _download(hub_id))
     path = Path(source)
-    if path.exists():
+    if os.path.exists(path):  # unlike Path.exists, false also of names that are too long
         return _open_path(path)
     if isinstance(source, str) and path.suffix != ".gguf" and _HUB_ID.fullmatch(source):
         return _open_path(_download(source))

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from pathlib import Path
 
 _TEXT = (
@@ -52,17 +53,20 @@ def find_prompt_files(pattern: str) -> dict[str, Path]:
       Each file by its stem, or by its whole path where two stems are equal.
 
     Raises:
-      ValueError: no pattern, or one that matches no file.
+      ValueError: no pattern, one that matches no file, or file names that are not UTF-8.
     """
     if not pattern:
         raise ValueError(
             "no prompts given: set config.prompts to a glob of .jsonl files, "
             "for example --config.prompts='prompts/*.jsonl'"
         )
-    matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-    paths = [Path(match) for match in matches if Path(match).is_file()]
+    matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    paths = [Path(match) for match in matches if os.path.isfile(match)]
     if not paths:
         raise ValueError(f"no prompt file matches {pattern!r}")
+    for path in paths:
+        if not _encodable(str(path)):
+            raise ValueError(f"the file name {str(path)!r} is not UTF-8: rename the file")
     unique = len({path.stem for path in paths}) == len(paths)
     return {path.stem if unique else str(path): path for path in paths}
 
@@ -73,17 +77,17 @@ def read_prompts(path: Path, limit: int = 0) -> list[str]:
     This is the format of DeepSpec's evaluation sets. Blank lines are skipped.
 
     Args:
-      path: the file, in UTF-8.
+      path: the file, in UTF-8; a byte-order mark is skipped.
       limit: how many prompts to read; 0 reads all.
 
     Raises:
       ValueError: naming file and line: invalid JSON, no "turns", a first turn that is
-        not a string; or a file that cannot be read or holds no prompt.
+        not a string or not valid Unicode; or a file that cannot be read or holds no prompt.
     """
     if limit < 0:
         raise ValueError(f"limit must be at least 0 (0 reads all prompts), got {limit}")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the prompt file {path}: {error}") from error
     prompts = []
@@ -100,9 +104,19 @@ def read_prompts(path: Path, limit: int = 0) -> list[str]:
 def _first_turn(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers too long, nesting too deep
         raise ValueError(f"{where}: not valid JSON ({error})") from error
     turns = record.get("turns") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
         raise ValueError(f'{where}: expected {{"turns": ["the prompt", ...]}}')
+    if not _encodable(turns[0]):
+        raise ValueError(f"{where}: the prompt holds half of a surrogate pair, which is no text")
     return turns[0]
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,6 +1,7 @@
 """Whether speculative output is the autoregressive output, and where it is not."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -105,10 +106,13 @@ def compare(
         add up to `outputs(...)`.
 
     Raises:
-      ValueError: an unknown check, or prompts too long for the target.
+      ValueError: an unknown check, a tolerance that is no finite number of at least 0, or
+        prompts too long for the target.
     """
     if check not in CHECKS:
         raise ValueError(f"unknown check {check!r}: known are {', '.join(CHECKS)}")
+    if not (math.isfinite(gap_tolerance) and gap_tolerance >= 0):
+        raise ValueError(f"gap_tolerance must be finite and at least 0, got {gap_tolerance}")
     max_len = max(room(target, name, rows, settings.max_new_tokens) for name, rows in sets.items())
     runs = {
         name: measure(target, drafter, rows, settings, max_len, partial(on_batch, name))

@@ -25,22 +25,8 @@ def survival_by_position(stats: RoundStats) -> list[float | None]:
 
 
 def acceptance_by_position(stats: RoundStats) -> list[float | None]:
-    """Of the rounds that accepted all drafts before k and verified k, the share accepting k.
-
-    The counts hold verified[k] and accepted[k] (which implies all before k), not how many
-    rounds did both, so those are derived. Every draft verified, a round lacks draft k only
-    if a stop token was accepted before it: of the accepted[k-1] rounds, the
-    verified[k-1] - verified[k] that ended at that stop token are taken off. Where a policy
-    cut drafts off (a row has more rounds with a token of the target's own than rounds that
-    verified every draft), the counts do not determine later positions: they are None.
-    """
-    verified_G = np.sum(stats.verified_BG, 0)
-    accepted_G = np.sum(stats.accepted_BG, 0)
-    stopped_G = verified_G[:-1] - verified_G[1:]
-    tried_G = np.concatenate([verified_G[:1], accepted_G[:-1] - stopped_G])
-    if np.any(np.asarray(stats.bonus_B)[:, None] > stats.verified_BG):
-        tried_G[1:] = 0
-    return _ratios(accepted_G, tried_G)
+    """Of the rounds that verified draft k and accepted all before it, the share accepting it."""
+    return _ratios(np.sum(stats.accepted_BG, 0), np.sum(stats.reached_BG, 0))
 
 
 def rounds_by_accepted(stats: RoundStats) -> list[int]:

@@ -1,8 +1,9 @@
 """The figure beside a report. matplotlib is needed only here (the "plots" extra)."""
 
-import os
 from pathlib import Path
 from typing import Any
+
+from specjax.evaluation.report import replacing
 
 _GREY, _BLUE = "#a8b2bd", "#1f6fb4"
 
@@ -18,6 +19,14 @@ def plot_report(report: dict[str, Any], set_key: str, path: Path) -> None:
     Raises:
       ImportError: matplotlib is not installed.
     """
+    import matplotlib
+
+    # Names of files and models are text, not formulas.
+    with matplotlib.rc_context({"text.parse_math": False, "text.usetex": False}):
+        _draw(report, set_key, path)
+
+
+def _draw(report: dict[str, Any], set_key: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     overall, *sets = zip(report["runs"][::2], report["runs"][1::2], strict=True)
@@ -31,12 +40,8 @@ def plot_report(report: dict[str, Any], set_key: str, path: Path) -> None:
         f"{config['target']}, drafter {config['drafter']}, draft length {config['draft_len']}, "
         f"temperature {config['temperature']:g}"
     )
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=150)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _plot_speed(axes: Any, sets: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:

@@ -1,12 +1,13 @@
 """Reports of comparisons: report.json, the environment it was made in, the printed table."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -60,26 +61,45 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that a reader finds the old file or the whole new one.
-
-    NumPy values become plain ones; numbers that JSON lacks (NaN, infinities) become null.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        text = json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False)
+    """Writes what `plain` makes of the value."""
+    text = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False)
+    with replacing(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which then takes the place of `path`.
+
+    A reader finds the old file or the whole new one; an error leaves the old one alone.
+    """
+    partial = partial_path(path)
+    try:
+        yield partial
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
-def _plain(value: Any) -> Any:
+def partial_path(path: Path) -> Path:
+    """Where the file is while it is written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON gives it back.
+
+    Tuples become lists and NumPy values plain ones; numbers that JSON lacks (NaN,
+    infinities) become None.
+    """
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -36,7 +36,7 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.draft_len < 0:
             raise ValueError(f"draft_len must be at least 0, got {self.draft_len}")
-        SamplingParams(self.temperature, self.seed).rows(1)
+        SamplingParams(temperature_B=self.temperature, seed_B=self.seed).rows(1, 1)
 
     @property
     def greedy(self) -> bool:

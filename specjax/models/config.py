@@ -1,7 +1,21 @@
 """Static description of a target transformer."""
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal
+
+
+def _check_positive(config: Any) -> None:
+    numbers = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.type in (int, float)
+    }
+    bad = {name: x for name, x in numbers.items() if not (math.isfinite(x) and x > 0)}
+    if bad:
+        raise ValueError(
+            f"every size must be at least 1 and every other number finite and above 0, got {bad}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +34,14 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor ({self.high_freq_factor}) must be above low_freq_factor "
+                f"({self.low_freq_factor})"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +77,7 @@ class TransformerConfig:
     tied_head: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.type is int
-        }
-        bad = {name: size for name, size in sizes.items() if size < 1}
-        if bad:
-            raise ValueError(f"every size of a transformer must be at least 1, got {bad}")
+        _check_positive(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of "

@@ -1,17 +1,23 @@
 """A loaded target: its static model, its parameters and its tokeniser."""
 
 import dataclasses
+import hashlib
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Shaped
 
 from specjax.decoding.types import AnyArray, PyTree, TargetModel, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Values of each parameter that enter its fingerprint.
+_SAMPLE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +40,15 @@ class Target:
     name: str
     dtype: str
 
-    def forward(self, tokens_BT: Int[AnyArray, "B T"], taps: tuple[int, ...] = ()) -> TargetOutput:
+    def fingerprint(self) -> str:
+        """Tells this model and these parameters from others; see `fingerprint`."""
+        return fingerprint(self.model, self.params)
+
+    def forward(
+        self,
+        tokens_BT: Shaped[AnyArray, "B T"] | Sequence[Sequence[int]],
+        taps: tuple[int, ...] = (),
+    ) -> TargetOutput:
         """Causal pass over whole sequences without a cache, for scoring and parity.
 
         Args:
@@ -42,17 +56,51 @@ class Target:
           taps: layers whose outputs to return; -1 is the embedding.
 
         Raises:
-          ValueError: ids outside the vocabulary, no tokens, or more than the model's
-            context length.
+          ValueError: not whole numbers, ids outside the vocabulary, rows of unequal
+            length, no tokens, or more than the model's context length.
         """
-        tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
-        if tokens_BT.ndim != 2 or not 0 < tokens_BT.shape[1] <= self.model.max_len:
+        try:
+            ids = np.asarray(tokens_BT)
+        except ValueError as error:
+            raise ValueError("tokens must be rows of equal length: pad the shorter ones") from error
+        if ids.ndim != 2 or not 0 < ids.shape[1] <= self.model.max_len:
+            raise ValueError(f"tokens must be [rows, 1..{self.model.max_len}], got {ids.shape}")
+        # Before they become int32, which would wrap large ids and cut fractions off.
+        whole = np.issubdtype(ids.dtype, np.integer)
+        if not whole or np.any((ids < 0) | (ids >= self.model.vocab_size)):
             raise ValueError(
-                f"tokens must be [rows, 1..{self.model.max_len}], got {tokens_BT.shape}"
+                f"token ids must be whole numbers in 0..{self.model.vocab_size - 1}, "
+                f"got {ids.dtype} from {ids.min()} to {ids.max()}"
             )
-        if not jnp.all((tokens_BT >= 0) & (tokens_BT < self.model.vocab_size)):
-            raise ValueError(f"token ids must lie in 0..{self.model.vocab_size - 1}")
-        return _forward(self.params, tokens_BT, target=self.model, taps=taps)
+        tokens = jnp.asarray(ids.astype(np.int32))
+        return _forward(self.params, tokens, target=self.model, taps=taps)
+
+
+def fingerprint(model: object, params: PyTree) -> str:
+    """A hash that changes with a model or its parameters, equal on every device.
+
+    It covers the model's repr and, of each parameter, its path, shape, dtype and up to
+    4096 evenly spaced values; other values may change without notice.
+
+    Args:
+      model: static description whose repr tells it from others.
+      params: pytree of arrays.
+
+    Returns:
+      SHA-256 in hexadecimal.
+    """
+    digest = hashlib.sha256(repr(model).encode())
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves):
+        digest.update(f"{path} {leaf.shape} {leaf.dtype}".encode())
+        flat = np.arange(0, leaf.size, -(-leaf.size // _SAMPLE) or 1)
+        digest.update(np.asarray(_take(leaf, np.unravel_index(flat, leaf.shape))).tobytes())
+    return digest.hexdigest()
+
+
+@jax.jit
+def _take(values: Array, at: tuple[Array, ...]) -> Array:
+    return values[at]
 
 
 @partial(jax.jit, static_argnames=("target", "taps"))

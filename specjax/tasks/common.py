@@ -14,15 +14,18 @@ from tqdm import tqdm
 import specjax
 from specjax.evaluation.comparison import Comparison
 from specjax.evaluation.plots import plot_report
-from specjax.evaluation.report import build_report, summary, write_json
+from specjax.evaluation.report import build_report, partial_path, plain, summary, write_json
 from specjax.evaluation.runner import Settings
+
+_RESULTS = ("report.json", "config.json", "report.png", "finished.json")
 
 
 def open_workdir(workdir: Path) -> None:
-    """Makes the folder if need be and makes sure that files can be written to it.
+    """Makes the folder if need be and makes sure that the results can be written to it.
 
     Raises:
-      ValueError: it is no folder, or cannot be made or written to.
+      ValueError: it is no folder, cannot be made or written to, or holds folders named
+        like results.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -33,6 +36,13 @@ def open_workdir(workdir: Path) -> None:
             f"cannot write to the workdir {workdir} ({error.strerror}): "
             "give another folder with --workdir"
         ) from error
+    files = [workdir / name for name in _RESULTS]
+    for path in (*files, *map(partial_path, files)):
+        if path.is_dir():
+            raise ValueError(
+                f"{path} is a folder, where a file is to be written: remove it, "
+                "or give another folder with --workdir"
+            )
 
 
 def enable_compilation_cache(folder: str) -> None:
@@ -45,7 +55,7 @@ def enable_compilation_cache(folder: str) -> None:
     if folder == "off" or (folder == "auto" and jax.config.jax_compilation_cache_dir):
         return
     if folder == "auto":
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = str(Path(base) / "specjax" / "compiled")
     jax.config.update("jax_compilation_cache_dir", folder)
 
@@ -70,11 +80,18 @@ def decode_settings(config: ConfigDict, batch_size: int) -> Settings:
 
 
 def plain_config(config: ConfigDict) -> dict[str, Any]:
-    """The config as JSON would give it back."""
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in config.to_dict().items()
-    }
+    """The config as JSON gives it back.
+
+    Raises:
+      ValueError: text that is not valid Unicode, which no file could hold.
+    """
+    values = plain(config.to_dict())
+    for key, value in values.items():
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"config.{key} is not valid UTF-8: {value!r}") from error
+    return values
 
 
 class ProgressBar(tqdm):
@@ -95,8 +112,9 @@ def write_results(
     target: specjax.Target,
     comparisons: Sequence[Comparison],
     set_key: str,
+    heading: str = "",
 ) -> None:
-    """Writes report.json, config.json and report.png, and prints the table."""
+    """Writes report.json, config.json and report.png, and prints heading and table."""
     report = build_report(
         config.task,
         plain_config(config),
@@ -107,10 +125,12 @@ def write_results(
     )
     write_json(workdir / "config.json", report["config"])
     write_json(workdir / "report.json", report)
-    print(summary(comparisons, set_key, target.dtype))
+    print(heading + summary(comparisons, set_key, target.dtype))
     print(f"Report: {workdir / 'report.json'}")
     try:
         plot_report(report, set_key, workdir / "report.png")
         print(f"Figure: {workdir / 'report.png'}")
     except ImportError:
         print("No figure: matplotlib is not installed (pip install 'specjax[plots]').")
+    except Exception as error:  # whatever it is, the results are complete without
+        print(f"No figure: {' '.join(str(error).split())}")

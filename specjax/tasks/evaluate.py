@@ -11,8 +11,9 @@ from ml_collections import ConfigDict
 from specjax.api import encode_prompts
 from specjax.data.prompts import find_prompt_files, read_prompts
 from specjax.evaluation.comparison import Comparison, compare, outputs
-from specjax.evaluation.report import environment, write_json
+from specjax.evaluation.report import environment, plain, write_json
 from specjax.evaluation.runner import room
+from specjax.models.target import fingerprint
 from specjax.tasks.common import (
     ProgressBar,
     decode_settings,
@@ -27,13 +28,14 @@ from specjax.tasks.common import (
 def run(config: ConfigDict, workdir: Path) -> None:
     """Runs the task; see configs/evaluate.py.
 
-    Files that an earlier run with the same config finished in this workdir are not
-    decoded again.
+    Files that an earlier run with the same config and weights finished in this workdir
+    are not decoded again.
 
     Raises:
       ValueError: bad settings, unknown names, bad prompt files, models that cannot be
-        loaded, or a workdir that cannot be written to or holds another config's results.
+        loaded, or a workdir that cannot be written to or holds other results.
     """
+    made_with: dict[str, Any] = {"config": plain_config(config)}
     open_workdir(workdir)
     enable_compilation_cache(config.compilation_cache)
     settings = decode_settings(config, config.batch_size)
@@ -43,7 +45,16 @@ def run(config: ConfigDict, workdir: Path) -> None:
     prompts = {name: encode_prompts(target, rows, chat=True) for name, rows in texts.items()}
     for name, rows in prompts.items():
         room(target, name, rows, settings.max_new_tokens)  # none is too long
-    finished = _Finished(workdir / "finished.json", config, target.dtype)
+    made_with |= {
+        "target": {
+            "weights": target.fingerprint(),
+            "dtype": target.dtype,
+            "stop_ids": target.stop_ids,
+        },
+        "drafter": {"weights": fingerprint(drafter.model, drafter.params)},
+        "environment": environment(),
+    }
+    finished = _Finished(workdir / "finished.json", plain(made_with))
     todo = {name: rows for name, rows in prompts.items() if not finished.has(name, rows)}
     done = [name for name in prompts if name not in todo]
     if done:
@@ -66,51 +77,51 @@ def run(config: ConfigDict, workdir: Path) -> None:
 
 
 class _Finished:
-    """The comparisons that are done, kept in the workdir under their config.
+    """The comparisons that are done, kept in the workdir.
 
-    Results count only for the config, versions, device and prompts they were made with.
+    Results count only for what they were made with: the config, models, versions, device
+    and prompts.
     """
 
-    def __init__(self, path: Path, config: ConfigDict, dtype: str):
+    def __init__(self, path: Path, made_with: dict[str, Any]):
         self._path = path
-        made_with = {
-            "config": plain_config(config),
-            "dtype": dtype,
-            "environment": environment(),
-        }
-        self._content: dict[str, Any] = {**made_with, "files": {}}
+        self._made_with = made_with
+        self._entries: dict[str, Any] = {}
         if path.exists():
-            self._content = self._read(made_with)
+            self._read()
 
-    def _read(self, made_with: dict[str, Any]) -> dict[str, Any]:
+    def _read(self) -> None:
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            stored = {key: content[key] for key in made_with}
-            changed = _changes(stored, made_with)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"cannot read {self._path} ({error!r}): remove it to start afresh"
-            ) from error
+            stored = json.loads(self._path.read_text(encoding="utf-8"))
+            if stored.pop("sha256") != _digest(stored):
+                raise ValueError("it was changed by another program")
+            self._entries = dict(stored["files"].items())
+            changed = _changes(stored["made_with"], self._made_with)
+            if not changed:
+                for name in self._entries:  # an older version may have written other fields
+                    self.get(name)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+            raise ValueError(f"cannot read {self._path} ({e!r}): remove it to start afresh") from e
         if changed:
             raise ValueError(
                 f"{self._path} holds results made with another {'; '.join(changed)}. "
                 "Use another --workdir, or remove that file to start afresh"
             )
-        return content
 
     def has(self, name: str, prompts: list[list[int]]) -> bool:
-        entry = self._content["files"].get(name)
-        return entry is not None and entry["prompts"] == _digest(prompts)
+        entry = self._entries.get(name)
+        return entry is not None and entry.get("prompts") == _digest(prompts)
 
     def get(self, name: str) -> Comparison:
-        return Comparison.from_json(self._content["files"][name]["comparison"])
+        return Comparison.from_json(self._entries[name]["comparison"])
 
     def add(self, comparison: Comparison, prompts: list[list[int]]) -> None:
-        self._content["files"][comparison.name] = {
+        self._entries[comparison.name] = {
             "prompts": _digest(prompts),
-            "comparison": dataclasses.asdict(comparison),
+            "comparison": plain(dataclasses.asdict(comparison)),
         }
-        write_json(self._path, self._content)
+        content = {"made_with": self._made_with, "files": self._entries}
+        write_json(self._path, {**content, "sha256": _digest(content)})
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -125,5 +136,5 @@ def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list
     return changes
 
 
-def _digest(prompts: list[list[int]]) -> str:
-    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -13,6 +13,7 @@ from specjax.tasks.common import (
     enable_compilation_cache,
     load_models,
     open_workdir,
+    plain_config,
     write_results,
 )
 
@@ -24,6 +25,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: bad settings, unknown names, a workdir that cannot be written to, or
         models that cannot be loaded.
     """
+    plain_config(config)  # can be written
     open_workdir(workdir)
     enable_compilation_cache(config.compilation_cache)
     settings = decode_settings(config, batch_size=1)
@@ -42,9 +44,10 @@ def run(config: ConfigDict, workdir: Path) -> None:
             gap_tolerance=config.gap_tolerance,
             on_batch=bar.tell,
         )
+    heading = ""
     for comparison in comparisons:
         completion = comparison.speculative.texts
         assert completion is not None  # text prompts had a tokeniser
-        print(f"--- {comparison.name} ---\n{texts[comparison.name]}\n")
-        print(f"{completion[0].strip()}\n")
-    write_results(config, workdir, target, comparisons, set_key="prompt_name")
+        prompt = texts[comparison.name]
+        heading += f"--- {comparison.name} ---\n{prompt}\n\n{completion[0].strip()}\n\n"
+    write_results(config, workdir, target, comparisons, "prompt_name", heading)

@@ -141,6 +141,17 @@ def test_no_tokenizer() -> None:
         (byte_level(merges=["h"]), r"metadata is damaged"),
         (byte_level(eos_token_id=999), r"eos_token_id is 999, outside the \d+ tokens"),
         (sentencepiece(scores=[0.0]), r"metadata is damaged"),
+        (sentencepiece(unknown_token_id=-1), r"unknown_token_id must be a whole number"),
+        (byte_level(token_type=[1]), r"metadata is damaged"),
+        (byte_level(model=[1]), r"tokenizer\.ggml\.model is of the wrong type"),
+        (byte_level(pre=[]), r"tokenizer\.ggml\.pre is of the wrong type"),
+        (byte_level(token_type=3), r"tokenizer\.ggml\.token_type is of the wrong type"),
+        (byte_level(tokens=[1, 2]), r"tokenizer\.ggml\.tokens is of the wrong type"),
+        (byte_level(add_bos_token="no"), r"tokenizer\.ggml\.add_bos_token is of the wrong type"),
+        (
+            byte_level() | {"tokenizer.chat_template": ["a"]},
+            r"tokenizer\.chat_template is of the wrong type",
+        ),
     ],
 )
 def test_refused_tokenizers(entries: dict[str, Any], message: str) -> None:

@@ -179,6 +179,12 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hidden_size": None}, r"lacks 'hidden_size'"),
         ({"hidden_size": "32"}, r"hidden_size must be a number, got '32'"),
         ({"hidden_size": 32.5}, r"hidden_size must be a whole number"),
+        ({"hidden_size": 10**400}, r"hidden_size must be a finite number"),
+        ({"rms_norm_eps": float("nan")}, r"rms_norm_eps must be a finite number, got nan"),
+        ({"rms_norm_eps": -1e-5}, r"makes no model.*'norm_eps': -1e-05"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, r"rope_theta must be a finite number"),
+        ({"rope_parameters": {"rope_theta": 0}}, r"makes no model.*'theta': 0.0"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings must be true or false"),
         ({"vocab_size": 2**31}, r"vocab_size must be a whole number from 0 to 2\*\*31 - 1"),
         ({"num_hidden_layers": 10**6}, r"missing tensors: 30 cannot make 1000000 layers"),
         ({"num_attention_heads": 0, "head_dim": None}, r"makes no model.*at least 1"),
@@ -204,7 +210,9 @@ def test_errors_name_the_source(edit_config: Callable[..., Path]) -> None:
         load(directory)
 
 
-@pytest.mark.parametrize("source", ["nowhere", "./no/where", "/no/where", "owner/name.gguf"])
+@pytest.mark.parametrize(
+    "source", ["nowhere", "./no/where", "/no/where", "owner/name.gguf", "x" * 5000, "x\0"]
+)
 def test_missing_path(source: str) -> None:
     with pytest.raises(CheckpointError, match=r"no such file or directory.*smollm2-135m"):
         load(source)
@@ -231,7 +239,7 @@ def test_file_that_is_no_gguf(model_dir: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("text", ["{", "[1]", b"\xff"])
+@pytest.mark.parametrize("text", ["{", "[1]", b"\xff", "[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
 def test_invalid_json(model_dir: Path, name: str, text: str | bytes) -> None:
     (model_dir / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointError, match=rf"{name} (is not valid JSON|must hold a JSON obj)"):
@@ -263,6 +271,16 @@ def test_integer_weights(model_dir: Path, untied: Golden) -> None:
     tensors = untied.tensors | {"model.norm.weight": np.ones(32, np.int8)}
     safetensors.numpy.save_file(tensors, model_dir / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight .*stored as I8"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+def test_weights_that_are_not_finite(model_dir: Path, untied: Golden, value: float) -> None:
+    weight = untied.tensors["model.layers.1.mlp.up_proj.weight"].astype(np.float64)
+    weight[3, 5] = value
+    tensors = untied.tensors | {"model.layers.1.mlp.up_proj.weight": weight}
+    safetensors.numpy.save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN or inf"):
         load(model_dir)
 
 

@@ -10,6 +10,8 @@ import pytest
 from specjax.checkpoints import load_target
 from specjax.models.target import Target
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target(smollm2_gguf: Path) -> Target:

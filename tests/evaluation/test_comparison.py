@@ -169,6 +169,12 @@ def test_sampled_outputs_are_not_compared(target, drafter):
     assert np.all(comparison.speculative.stats.rounds_B > 0)
 
 
+@pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -0.1])
+def test_gap_tolerances(target, drafter, tolerance):
+    with pytest.raises(ValueError, match="gap_tolerance must be finite and at least 0"):
+        compare(target, drafter, SETS, SETTINGS, check="gap", gap_tolerance=tolerance)
+
+
 def test_unknown_check(target, drafter):
     with pytest.raises(ValueError, match="unknown check 'float16': known are float32, gap, none"):
         run(target, drafter, check="float16")

@@ -20,15 +20,18 @@ def stats_of(rows, draft_len):
         counts = [[count(index, row, k) for k in range(draft_len)] for row in rows]
         return np.asarray(counts, np.int32).reshape(len(rows), draft_len)
 
+    rows = [[(v, a, stopped, min(v, a + 1)) for v, a, stopped in row] for row in rows]
+
     def per_row(values):
         return np.asarray(list(values), np.int32)
 
-    bonus = [sum(not stopped for _, _, stopped in row) for row in rows]
-    accepted = [sum(accepted for _, accepted, _ in row) for row in rows]
+    bonus = [sum(not stopped for _, _, stopped, _ in row) for row in rows]
+    accepted = [sum(accepted for _, accepted, _, _ in row) for row in rows]
     return RoundStats(
         rounds_B=per_row(map(len, rows)),
         drafted_B=per_row(draft_len * len(row) for row in rows),
         verified_BG=grid(0),
+        reached_BG=grid(3),
         accepted_BG=grid(1),
         bonus_B=per_row(bonus),
         emitted_B=per_row(a + b for a, b in zip(accepted, bonus, strict=True)),
@@ -76,11 +79,10 @@ def test_acceptance_is_conditional_and_allows_for_stop_tokens(rng):
     assert metrics.acceptance_by_position(stats_of(rows, draft_len)) == pytest.approx(expected)
 
 
-def test_acceptance_after_cut_drafts_is_left_open():
-    rows = [[(3, 3, False), (1, 1, False), (1, 0, False)]]
-    stats = stats_of(rows, 3)
-    assert metrics.acceptance_by_position(stats) == [pytest.approx(2 / 3), None, None]
-    assert metrics.survival_by_position(stats) == [pytest.approx(2 / 3), 1.0, 1.0]
+def test_acceptance_after_cut_drafts():
+    stats = stats_of([[(3, 3, False), (1, 1, False), (1, 0, False), (3, 1, False)]], 3)
+    assert metrics.acceptance_by_position(stats) == [0.75, 0.5, 1.0]
+    assert metrics.survival_by_position(stats) == [0.75, 0.5, 0.5]
 
 
 def test_a_stop_token_brings_no_token_of_the_targets_own():

@@ -1,6 +1,16 @@
+import dataclasses
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import jax
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import specjax
 from specjax.evaluation.runner import Measurement
@@ -100,11 +110,118 @@ def test_results_of_another_config_are_not_mixed_in(get_config, files, tmp_path,
     assert (tmp_path / "w/report.json").read_text() == report
 
 
-def test_unreadable_results_are_named(get_config, files, tmp_path, decoded):
-    (tmp_path / "w").mkdir()
-    (tmp_path / "w/finished.json").write_text("{")
-    with pytest.raises(ValueError, match=r"cannot read .*finished\.json.*remove it"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda target: {"params": jax.tree.map(lambda x: x * 1.01, target.params)},
+            r"another target\.weights \('\w{64}', now '\w{64}'\)\. Use",
+        ),
+        (lambda target: {"stop_ids": (7,)}, r"another target\.stop_ids \(\[256\], now \[7\]\)"),
+    ],
+)
+def test_results_of_another_model_of_that_name_are_not_mixed_in(
+    get_config, files, tmp_path, tiny, monkeypatch, change, message
+):
+    config = get_config("evaluate", prompts=files)
+    evaluate.run(config, tmp_path / "w")
+    other = dataclasses.replace(tiny, **change(tiny))
+    monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: other)
+    with pytest.raises(ValueError, match=message):
+        evaluate.run(config, tmp_path / "w")
+
+
+def test_unreadable_results_are_named(get_config, files, tmp_path, tiny):
+    config, finished = get_config("evaluate", prompts=files), tmp_path / "w/finished.json"
+    evaluate.run(config, tmp_path / "w")
+    good = json.loads(finished.read_text())
+    for text in (
+        *("{", "[]", "[" * 100_000, "{}", '{"sha256": ""}', json.dumps(good | {"files": None})),
+        finished.read_text().replace('_seconds": ', '_seconds": 1'),  # well-formed all the same
+        *(_sealed(good, files) for files in (None, [], {"a": {}}, {"a": None})),
+        _sealed(good, {"a": good["files"]["a"] | {"comparison": {"name": "a"}}}),
+    ):
+        finished.write_text(text)
+        with pytest.raises(ValueError, match=r"cannot read .*finished\.json.*remove it"):
+            evaluate.run(config, tmp_path / "w")
+
+
+def _sealed(content, files):
+    content = {"made_with": content["made_with"], "files": files}
+    return json.dumps(content | {"sha256": evaluate._digest(content)})
+
+
+@pytest.mark.parametrize("name", ["finished.json", "report.json", ".report.json.partial"])
+def test_folders_in_the_place_of_results(get_config, files, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(specjax, "load_target", lambda *args, **options: pytest.fail("loaded"))
+    (tmp_path / "w" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match="is a folder, where a file is to be written: remove it"):
         evaluate.run(get_config("evaluate", prompts=files), tmp_path / "w")
+
+
+@pytest.fixture
+def words_target(tmp_path, data_dir):
+    """A checkpoint whose tokeniser knows a few words, as a folder."""
+    folder = tmp_path / "words"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(data_dir / "llama_tied" / name, folder / name)
+    words = {"?": 0} | {f"w{i}": i for i in range(1, 96)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_killed_runs_go_on_as_if_they_had_not_been(get_config, words_target, tmp_path):
+    """Interrupted, then killed, each time soon after a file was saved."""
+    for i in range(20):
+        (tmp_path / f"{i:02}.jsonl").write_text(f'{{"turns": ["w{i + 1} w5 w6 w{i + 1}"]}}\n')
+    values = {"target": str(words_target), "dtype": "float32", "prompts": f"{tmp_path}/*.jsonl"}
+    config = get_config("evaluate", **values)
+    config.update(max_new_tokens=24, compilation_cache="auto")  # the one this process has
+    overrides = [f"--config.{k}={config[k]}" for k in (*values, "max_new_tokens", "draft_len")]
+    config_file = Path(__file__).parents[2] / "configs/evaluate.py"
+    command = [sys.executable, "-m", "specjax.main", f"--config={config_file}:smoke", *overrides]
+    same = {
+        "JAX_PLATFORMS": jax.default_backend(),
+        "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+    workdir, kept = tmp_path / "killed", 0
+    # Python's default, but background jobs of a shell, and their children, ignore the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stop in (signal.SIGINT, signal.SIGKILL):
+        process = subprocess.Popen(
+            [*command, f"--workdir={workdir}"],
+            cwd=config_file.parents[1],
+            env=os.environ | same,
+            stderr=subprocess.PIPE,
+        )
+        while process.poll() is None and _saved(workdir) <= kept:
+            time.sleep(0.001)
+        process.send_signal(stop)
+        _, errors = process.communicate()
+        assert process.returncode == (130 if stop == signal.SIGINT else -stop), errors
+        kept, before = _saved(workdir), kept
+        assert before < kept < 20, errors
+    evaluate.run(config, workdir)
+    evaluate.run(config, tmp_path / "whole")
+    resumed, whole = read_report(workdir), read_report(tmp_path / "whole")
+    for part in ("config", "completions", "identical", "as_run", "checks"):
+        assert resumed[part] == whole[part]
+    counts = ("name", "file", "prompts", "tokens", "rounds", "drafted", "rounds_by_accepted")
+    for run, other in zip(resumed["runs"], whole["runs"], strict=True):
+        assert [run[key] for key in counts] == [other[key] for key in counts]
+
+
+def _saved(workdir):
+    path = workdir / "finished.json"
+    return len(json.loads(path.read_text())["files"]) if path.exists() else 0
 
 
 def test_a_difference_is_reported(get_config, files, tmp_path, decoded, monkeypatch, capsys):
@@ -146,6 +263,7 @@ def test_sampled_runs_need_not_be_equal(get_config, files, tmp_path, decoded, ca
         ({"drafter": "oracle"}, "unknown drafter 'oracle'"),
         ({"policy": "hopeful"}, "unknown policy 'hopeful'"),
         ({"check": "float8"}, "unknown check 'float8'"),
+        ({"gap_tolerance": float("nan")}, "gap_tolerance must be finite and at least 0, got nan"),
     ],
 )
 def test_bad_settings(get_config, files, tmp_path, tiny, overrides, message):

@@ -44,6 +44,22 @@ def test_without_matplotlib_there_is_no_figure(get_config, tmp_path, capsys, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "report.json"]
 
 
+def test_a_figure_that_fails_costs_no_report(get_config, tmp_path, capsys, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no such\nfont")
+
+    monkeypatch.setattr(common, "plot_report", fail)
+    generate.run(get_config("quickstart", prompts=("code",)), tmp_path)
+    assert "No figure: no such font\n" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "report.json"]
+
+
+def test_settings_that_no_file_can_hold(get_config, tmp_path):
+    with pytest.raises(ValueError, match=r"config\.target is not valid UTF-8: 'caf\\udce9'"):
+        generate.run(get_config("quickstart", target="caf\udce9"), tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
 def test_an_interrupted_run_leaves_no_report(get_config, tmp_path, monkeypatch):
     def interrupt(*args, **options):
         raise KeyboardInterrupt

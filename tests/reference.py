@@ -33,3 +33,41 @@ def prompt_lookup(text: list[int], draft_len: int, max_ngram: int) -> list[int]:
     for k in range(draft_len):
         text.append(text[end + 1 + k])
     return text[-draft_len:]
+
+
+def process(
+    logits: np.ndarray,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> np.ndarray:
+    """Probabilities after temperature, top-k, top-p and min-p, by sorting."""
+    p = softmax(logits / temperature)
+    if top_k:
+        p = np.where(p >= np.sort(p)[::-1][min(top_k, len(p)) - 1], p, 0)
+        p /= p.sum()
+    if top_p < 1:
+        order = np.sort(p)[::-1]
+        last = np.searchsorted(np.cumsum(order), top_p)
+        p = np.where(p >= order[min(last, len(p) - 1)], p, 0)
+        p /= p.sum()
+    p = np.where(p >= min_p * p.max(), p, 0)
+    return p / p.sum()
+
+
+def adjust(
+    logits: np.ndarray,
+    prompt: list[int],
+    output: list[int],
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+) -> np.ndarray:
+    """Logits after repetition, frequency and presence penalties, token by token."""
+    logits = logits.copy()
+    for token in set(prompt) | set(output):
+        logits[token] *= 1 / repetition if logits[token] > 0 else repetition
+    for token in set(output):
+        logits[token] -= frequency * output.count(token) + presence
+    return logits

@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding.sampling import process_logits, sample
-from specjax.decoding.types import DraftDist, Proposal, TargetOutput
+from specjax.decoding.sampling import draw_draft
+from specjax.decoding.types import DraftDist, Proposal, SamplingState, TargetOutput
 from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
@@ -46,11 +46,12 @@ class MarkovDrafter:
     def propose(self, params, state, anchor_B, length_B, sampling, keys_BG):
         tokens, logits = [anchor_B], []
         for key_B in keys_BG.T:
-            raw_B1V = params[tokens[-1]][:, None]
-            logits.append(process_logits(raw_B1V, sampling)[:, 0])
-            drawn_B = sample(key_B, logits[-1])
-            best_B = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
-            tokens.append(jnp.where(sampling.temperature_B > 0, drawn_B, best_B))
+            drafted_BJ = jnp.stack(tokens, axis=1)[:, 1:]
+            token_B, q_BV = draw_draft(
+                params[tokens[-1]], sampling, length_B, drafted_BJ, len(tokens) - 1, key_B
+            )
+            tokens.append(token_B)
+            logits.append(q_BV)
         logits_BGV = jnp.stack(logits, axis=1)
         confidence_BG = jnp.max(jax.nn.softmax(logits_BGV), axis=-1)
         return Proposal(jnp.stack(tokens[1:], axis=1), DraftDist(logits_BGV), confidence_BG), state
@@ -76,6 +77,13 @@ class ScriptedDrafter:
 
     def observe(self, params, state, tokens_BT, taps, hidden, start_B, count_B):
         return state
+
+
+def sampling_state(params, batch, vocab_size):
+    """Rows of one-token prompts without stop tokens or penalties."""
+    return SamplingState(
+        params.rows(batch, vocab_size), jnp.full((batch, 1), -1), jnp.ones(batch, jnp.int32)
+    )
 
 
 def tiny_target(seed: int = 0, vocab_size: int = 61, max_len: int = 256) -> Target:

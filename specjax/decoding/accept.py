@@ -4,6 +4,7 @@ Rejection sampling of Leviathan et al. (arXiv 2211.17192, Algorithm 1) and Chen 
 (arXiv 2302.01318, Algorithm 1); docs/losslessness.md proves it for this code.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from specjax.decoding.sampling import (
     sample,
     uniform,
 )
-from specjax.decoding.types import Proposal, SamplingParams
+from specjax.decoding.types import Proposal, SamplingState
 
 
 class Verdict(NamedTuple):
@@ -38,41 +39,52 @@ def accept(
     logits_BTV: Float[Array, "B T V"],
     proposal: Proposal,
     verify_len_B: Int[Array, " B"],
-    sampling: SamplingParams,
+    sampling: SamplingState,
     keys: RoundKeys,
 ) -> Verdict:
     """Keeps the longest valid prefix of the first `verify_len` drafts of each row.
 
     Args:
-      logits_BTV: raw target logits after the anchor and after each draft, T = G + 1.
+      logits_BTV: target logits after the anchor and after each draft, T = G + 1, with
+        bias and penalties (`adjust_logits`).
       proposal: the drafts and the distribution they were drawn from.
       verify_len_B: ℓ, drafts that were verified; later ones are ignored.
       sampling: rows with temperature 0 keep a draft iff it is the target's arg-max.
-      keys: fresh keys of this round.
+      keys: of this round; keys by position make acceptance coupled.
     """
-    greedy = accept_greedy(logits_BTV, proposal.tokens_BG, verify_len_B)
+    best_BT = jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32)
+    greedy = accept_equal(best_BT, proposal.tokens_BG, verify_len_B)
 
     def sampled() -> Verdict:
-        target_logits_BTV = process_logits(logits_BTV, sampling)
+        target_logits_BTV = process_logits(logits_BTV, sampling.params)
+        if keys.position_BT is not None:
+            tokens_BT = sample(keys.position_BT, target_logits_BTV)
+            return accept_equal(tokens_BT, proposal.tokens_BG, verify_len_B)
         accepted_B, next_logits_BV = accept_rejection(
             target_logits_BTV, proposal, verify_len_B, uniform(keys.accept_BG)
         )
-        drawn = Verdict(accepted_B, sample(keys.next_B, next_logits_BV))
-        return jax.tree.map(lambda g, s: jnp.where(greedy_B, g, s), greedy, drawn)
+        return Verdict(accepted_B, sample(keys.next_B, next_logits_BV))
 
-    greedy_B = jnp.asarray(sampling.temperature_B) == 0
-    return lax.cond(jnp.all(greedy_B), lambda: greedy, sampled)
+    def mixed() -> Verdict:
+        choose = partial(jnp.where, sampling.greedy_B)
+        return jax.tree.map(choose, greedy, sampled())
+
+    return lax.cond(jnp.all(sampling.greedy_B), lambda: greedy, mixed)
 
 
-def accept_greedy(
-    logits_BTV: Float[Array, "B T V"],
+def accept_equal(
+    chosen_BT: Int[Array, "B T"],
     tokens_BG: Int[Array, "B G"],
     verify_len_B: Int[Array, " B"],
 ) -> Verdict:
-    """Keeps drafts while they equal the target's arg-max: both distributions one-hot."""
-    best_BT = jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32)
-    accepted_B = _prefix_length(tokens_BG == best_BT[:, :-1], verify_len_B)
-    return Verdict(accepted_B, jnp.take_along_axis(best_BT, accepted_B[:, None], axis=1)[:, 0])
+    """Keeps drafts while they equal the tokens that the target itself would emit.
+
+    These are its arg-max, where both distributions are one-hot, or in coupled acceptance
+    its draws with noise that depends on the position alone: by induction the output is
+    what the target would have emitted on its own.
+    """
+    accepted_B = _prefix_length(tokens_BG == chosen_BT[:, :-1], verify_len_B)
+    return Verdict(accepted_B, jnp.take_along_axis(chosen_BT, accepted_B[:, None], axis=1)[:, 0])
 
 
 def accept_rejection(
@@ -97,10 +109,12 @@ def accept_rejection(
     draft_len = proposal.tokens_BG.shape[1]
     if draft_len == 0:
         return jnp.zeros_like(verify_len_B), logits_BTV[:, 0]
-    logits_BGV = logits_BTV[:, :-1]
-    logit_BG = jnp.take_along_axis(logits_BGV, proposal.tokens_BG[:, :, None], axis=2)[..., 0]
+    tokens_BG, logits_BGV = proposal.tokens_BG, logits_BTV[:, :-1]
+    logit_BG = jnp.take_along_axis(logits_BGV, tokens_BG[:, :, None], axis=2)[..., 0]
     p_BG = jnp.exp(logit_BG - jax.nn.logsumexp(logits_BGV, axis=-1))
-    q_BG = draft_probs(proposal.dist, proposal.tokens_BG)
+    # An id that no token has is impossible; as an index it would count from the end.
+    p_BG = jnp.where((tokens_BG >= 0) & (tokens_BG < logits_BGV.shape[-1]), p_BG, 0.0)
+    q_BG = draft_probs(proposal.dist, tokens_BG)
     accepted_B = _prefix_length(uniform_BG * q_BG < p_BG, verify_len_B)
 
     next_logits_BV = jnp.take_along_axis(logits_BTV, accepted_B[:, None, None], axis=1)[:, 0]
@@ -113,6 +127,6 @@ def accept_rejection(
 
 
 def _prefix_length(kept_BG: Bool[Array, "B G"], limit_B: Int[Array, " B"]) -> Int[Array, " B"]:
-    offsets_G = jnp.arange(kept_BG.shape[1])
+    offsets_G = jnp.arange(kept_BG.shape[1], dtype=jnp.int32)
     kept_BG = kept_BG & (offsets_G[None] < limit_B[:, None])
-    return jnp.sum(jnp.cumprod(kept_BG.astype(jnp.int32), axis=1), axis=1)
+    return jnp.sum(jnp.cumprod(kept_BG.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

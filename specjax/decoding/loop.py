@@ -17,18 +17,20 @@ from specjax.decoding.types import (
     DecodeConfig,
     DecodeState,
     DrafterModel,
+    LogProbs,
     PyTree,
     RoundOutput,
     RoundStats,
     SamplingParams,
+    SamplingState,
     TargetModel,
 )
 
 # Prompts run through the target in pieces of one of these lengths, the smallest that holds
 # the longest prompt, and long ones in several pieces of the last: few programs to compile.
 PREFILL_BUCKETS = (16, 64, 256)
-_SLOT_MULTIPLE = 128
-TokenIds = Sequence[int] | np.ndarray
+_SLOT_MULTIPLE = 256  # also the block length of attention in models/layers.py
+TokenIds = Sequence[int] | np.ndarray | jax.Array
 _STATIC = ("target", "drafter", "config")
 
 
@@ -42,7 +44,7 @@ def init_decode_state(
     config: DecodeConfig,
     max_new_tokens: int | Sequence[int] | np.ndarray,
     sampling: SamplingParams | None = None,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] | np.ndarray = (),
     max_len: int | None = None,
     batch: int | None = None,
 ) -> DecodeState:
@@ -72,15 +74,21 @@ def init_decode_state(
     if batch < len(prompts):
         raise ValueError(f"batch ({batch}) must be at least the number of prompts ({len(prompts)})")
 
-    sampling = (sampling or SamplingParams()).rows(len(prompts))
+    new_B = np.minimum(np.broadcast_to(np.asarray(max_new_tokens), len(prompts)), room)
+    params = (sampling or SamplingParams()).rows(len(prompts), target.vocab_size)
     spare = (0, batch - len(prompts))
-    state = _allocate(
+    penalised = bool(np.any(params.penalised_B))
+    state = allocate(
         _pad_prompts(prompts, batch),
         np.pad(np.array([len(p) for p in prompts], np.int32), spare, constant_values=1),
-        np.pad(np.broadcast_to(np.asarray(max_new_tokens, np.int32), len(prompts)), spare),
-        np.tile(np.array([*sorted(set(stop_ids)), -1], np.int32), (batch, 1)),
-        jax.tree.map(lambda row: jnp.pad(row, spare), sampling),
+        np.pad(new_B.astype(np.int32), spare),
+        _pad_stop_ids(stop_ids, target.vocab_size),
+        # Rows that only fill the batch repeat the last one's parameters.
+        jax.tree.map(
+            lambda row: jnp.pad(row, [spare] + [(0, 0)] * (row.ndim - 1), mode="edge"), params
+        ),
         np.int32(room),
+        penalised=penalised,
         slots=-(-(room + config.draft_len + 1) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE,
         target=target,
         drafter=drafter,
@@ -127,11 +135,11 @@ def stream(
     target: TargetModel,
     drafter: DrafterModel,
     config: DecodeConfig,
-) -> Generator[RoundOutput, None, DecodeState]:
+) -> Generator[RoundOutput, np.ndarray | None, DecodeState]:
     """Yields what each round committed, as NumPy arrays, until every row has ended.
 
     The same step as `decode`, driven from Python. The state is donated; the generator's
-    return value is the final one.
+    return value is the final one. `send` takes a mask [B] of rows that are to end here.
 
     Raises:
       ValueError: the state was donated before.
@@ -141,7 +149,9 @@ def stream(
         state, output = _step(
             target_params, drafter_params, state, target=target, drafter=drafter, config=config
         )
-        yield jax.device_get(output)
+        ended_B = yield jax.device_get(output)
+        if ended_B is not None:
+            state = dataclasses.replace(state, done_B=state.done_B | ended_B)
     return state
 
 
@@ -166,33 +176,45 @@ def _decode(
 _step = partial(jax.jit, static_argnames=_STATIC, donate_argnames="state")(speculate_step)
 
 
-@partial(jax.jit, static_argnames=("slots", *_STATIC))
-def _allocate(
+@partial(jax.jit, static_argnames=("penalised", "slots", *_STATIC))
+def allocate(
     prompts_BP: Int[Array, "B P"],
     prompt_len_B: Int[Array, " B"],
     max_new_B: Int[Array, " B"],
-    stop_ids_BE: Int[Array, "B E"],
-    sampling: SamplingParams,
+    stop_ids_E: Int[Array, " E"],
+    params: SamplingParams,
     room: Int[Array, ""],
     *,
+    penalised: bool,
     slots: int,
     target: TargetModel,
     drafter: DrafterModel,
     config: DecodeConfig,
 ) -> DecodeState:
-    batch = len(prompt_len_B)
+    """A state whose rows hold their prompts and nothing else; `slots` is the room of a cache."""
+    batch, width = prompts_BP.shape
+    stop_ids_BE = jnp.where(jnp.asarray(params.ignore_eos_B)[:, None], -1, stop_ids_E[None])
+    prompt_counts_BV = output_counts_BV = None
+    if penalised:
+        output_counts_BV = jnp.zeros((batch, target.vocab_size), jnp.int32)
+        in_prompt_BP = jnp.arange(width)[None] < prompt_len_B[:, None]
+        prompt_counts_BV = output_counts_BV.at[jnp.arange(batch)[:, None], prompts_BP].add(
+            in_prompt_BP.astype(jnp.int32)
+        )
+    blank = jnp.zeros((batch, slots), jnp.float32)
     return DecodeState(
-        tokens_BS=jnp.zeros((batch, slots), jnp.int32).at[:, : prompts_BP.shape[1]].set(prompts_BP),
+        tokens_BS=jnp.zeros((batch, slots), jnp.int32).at[:, :width].set(prompts_BP),
         length_B=prompt_len_B,
-        prompt_len_B=prompt_len_B,
         limit_B=jnp.minimum(prompt_len_B + max_new_B, room),
         done_B=max_new_B == 0,
-        stop_ids_BE=stop_ids_BE,
-        sampling=sampling,
+        sampling=SamplingState(
+            params, stop_ids_BE, prompt_len_B, prompt_counts_BV, output_counts_BV
+        ),
         cache=target.init_cache(batch, slots),
         drafter_state=drafter.init_state(batch, slots),
         policy_state=config.policy.init_state(batch),
         stats=RoundStats.zeros(batch, config.draft_len),
+        logprobs=LogProbs(blank, blank) if config.logprobs else None,
     )
 
 
@@ -222,7 +244,7 @@ def _prefill(
             target=target,
             drafter=drafter,
         )
-    first = DecodeConfig(draft_len=0, policy=FullPolicy())
+    first = dataclasses.replace(config, draft_len=0, policy=FullPolicy())
     policy_state, state = state.policy_state, dataclasses.replace(state, policy_state=())
     state, _ = _step(
         target_params, drafter_params, state, target=target, drafter=drafter, config=first
@@ -242,7 +264,9 @@ def _prefill_chunk(
     target: TargetModel,
     drafter: DrafterModel,
 ) -> DecodeState:
-    positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), (len(state.length_B), chunk))
+    positions_BT = jnp.broadcast_to(
+        start + jnp.arange(chunk, dtype=jnp.int32), (len(state.length_B), chunk)
+    )
     tokens_BT = jnp.take_along_axis(
         state.tokens_BS, positions_BT, axis=1, mode="fill", fill_value=0
     )
@@ -256,7 +280,7 @@ def _prefill_chunk(
         out.taps,
         out.hidden,
         start_B=positions_BT[:, 0],
-        count_B=jnp.clip(state.prompt_len_B - 1 - start, 0, chunk),
+        count_B=jnp.clip(state.sampling.prompt_len_B - 1 - start, 0, chunk),
     )
     return dataclasses.replace(state, cache=out.cache, drafter_state=drafter_state)
 
@@ -279,9 +303,11 @@ def _room(
         raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {new}")
     if max_len is None:
         lengths = np.array([len(prompt) for prompt in prompts])
-        return min(context, int(np.max(lengths + new)))
-    if not 1 <= max_len <= context:
-        raise ValueError(f"max_len must lie in 1..{context}, the target's context; got {max_len}")
+        return min(context, int(np.max(lengths + np.minimum(new, context))))
+    if not isinstance(max_len, int | np.integer) or not 1 <= max_len <= context:
+        raise ValueError(
+            f"max_len must be a whole number in 1..{context}, the target's context; got {max_len}"
+        )
     return max_len
 
 
@@ -307,6 +333,14 @@ def _pad_prompts(prompts: Sequence[TokenIds], batch: int) -> np.ndarray:
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
     return padded
+
+
+def _pad_stop_ids(stop_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    ids = np.asarray(stop_ids if len(stop_ids) else [], None if len(stop_ids) else np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or np.any((ids < 0) | (ids >= vocab_size)):
+        raise ValueError(f"stop_ids must be token ids from 0 to {vocab_size - 1}, got {stop_ids}")
+    # A multiple of four, so that few programs differ in it.
+    return np.pad(np.unique(ids), (0, -len(np.unique(ids)) % 4 or 4), constant_values=-1)
 
 
 def _check_not_donated(state: DecodeState) -> None:

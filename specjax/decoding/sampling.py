@@ -1,28 +1,35 @@
 """Random keys and logits processing, the same for p, q and plain decoding."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer, Key
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from specjax.decoding.types import DraftDist, SamplingParams
+from specjax.decoding.types import DraftDist, SamplingParams, SamplingState
 
 _DRAFT, _ACCEPT, _NEXT = range(3)
 
 
 class RoundKeys(NamedTuple):
-    """Keys of one round: one for each draft, each acceptance, and the target's own token."""
+    """Keys of one round: one for each draft, each acceptance, and the target's own token.
+
+    In coupled acceptance the drafts' keys are those of their absolute positions, and
+    `position_BT` holds them for every position of the pass; otherwise it is None.
+    """
 
     draft_BG: Key[Array, "B G"]
     accept_BG: Key[Array, "B G"]
     next_B: Key[Array, " B"]
+    position_BT: Key[Array, "B T"] | None = None
 
 
 def round_keys(
     seed_B: Integer[Array, " B"], anchor_position_B: Int[Array, " B"], draft_len: int
 ) -> RoundKeys:
-    """Keys from (row seed, anchor position, purpose, draft offset).
+    """Keys from (row seed, anchor position, purpose, draft offset), for rejection.
 
     The anchor moves every round, so no noise is used twice. Keys from the absolute
     position alone would be: a discarded position drafted again would meet its old
@@ -30,28 +37,212 @@ def round_keys(
     """
 
     def row_keys(seed: Array, position: Array) -> RoundKeys:
-        row = jax.random.fold_in(jax.random.key(seed), position)
+        row = jax.random.fold_in(_key(seed), position)
         draft, accept, following = (
             jax.random.fold_in(row, purpose) for purpose in (_DRAFT, _ACCEPT, _NEXT)
         )
-        offsets = jnp.arange(draft_len)
+        offsets = jnp.arange(draft_len, dtype=jnp.int32)
         each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         return RoundKeys(each(draft, offsets), each(accept, offsets), following)
 
     return jax.vmap(row_keys)(seed_B, anchor_position_B)
 
 
-def process_logits(
-    logits_BTV: Float[Array, "B T V"], sampling: SamplingParams
-) -> Float[Array, "B T V"]:
-    """Logits whose softmax is what a row with temperature above 0 samples from.
+def coupled_keys(
+    seed_B: Integer[Array, " B"], anchor_position_B: Int[Array, " B"], draft_len: int
+) -> RoundKeys:
+    """Keys from (row seed, absolute position), for coupled acceptance.
 
-    Greedy rows keep their logits: they are decided by the largest one.
+    The same position meets the same noise in every round, as drafter and target must
+    share it; the output is a function of seed and position alone, so nothing leaks.
     """
-    temperature_B = jnp.asarray(sampling.temperature_B)
+
+    def row_keys(seed: Array, position: Array) -> Array:
+        positions_T = position + 1 + jnp.arange(draft_len + 1, dtype=jnp.int32)
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(_key(seed), positions_T)
+
+    position_BT = jax.vmap(row_keys)(seed_B, anchor_position_B)
+    draft_BG = position_BT[:, :draft_len]
+    return RoundKeys(draft_BG, draft_BG, position_BT[:, 0], position_BT)
+
+
+def _key(seed: Array) -> Array:
+    # Whatever generator the program has chosen: others draw alike for all rows of a vmap.
+    return jax.random.key(seed, impl="threefry2x32")
+
+
+def adjust_logits(
+    logits_BTV: Float[Array, "B T V"],
+    sampling: SamplingState,
+    length_B: Int[Array, " B"],
+    prefix_BJ: Int[Array, "B J"],
+    seen_TJ: Bool[Array, "T J"],
+) -> Float[Array, "B T V"]:
+    """Bias, minimum length and penalties: what changes even a greedy choice.
+
+    Args:
+      logits_BTV: raw logits.
+      sampling: parameters, and the counts of committed tokens.
+      length_B: committed tokens of the row.
+      prefix_BJ: tokens drafted after them.
+      seen_TJ: which of these come before the token that position t decides.
+
+    Work that no row asks for is skipped, for the whole batch.
+    """
+    params = sampling.params
+    if params.logit_bias is not None:
+        logits_BTV = logits_BTV + jnp.asarray(params.logit_bias)[:, None]
+    new_BT = (length_B - sampling.prompt_len_B)[:, None] + jnp.sum(
+        seen_TJ, axis=1, dtype=jnp.int32
+    )[None]
+    logits_BTV = _apply_if_any(
+        _forbid_stops, new_BT < jnp.asarray(params.min_new_tokens_B)[:, None], logits_BTV, sampling
+    )
+    if sampling.output_counts_BV is None:
+        return logits_BTV
+    return _penalise(logits_BTV, sampling, prefix_BJ, seen_TJ)
+
+
+def process_logits(
+    logits_BTV: Float[Array, "B T V"], params: SamplingParams
+) -> Float[Array, "B T V"]:
+    """Temperature, top-k, top-p, min-p: logits whose softmax a sampled row draws from.
+
+    The result is 0 at the largest logit and -inf where a token is excluded. Greedy rows
+    keep their logits, less the largest.
+    """
+    temperature_B = jnp.asarray(params.temperature_B)
     # The largest logit moves to 0 first, so that tiny temperatures cannot overflow it.
-    shifted = logits_BTV - jnp.max(logits_BTV, axis=-1, keepdims=True)
-    return shifted / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None, None]
+    shifted_BTV = logits_BTV - jnp.max(logits_BTV, axis=-1, keepdims=True)
+    scaled_BTV = shifted_BTV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None, None]
+    sampled_B = temperature_B > 0
+    scaled_BTV = _apply_if_any(_keep_top_k, sampled_B & (params.top_k_B > 0), scaled_BTV, params)
+    scaled_BTV = _apply_if_any(_keep_top_p, sampled_B & (params.top_p_B < 1), scaled_BTV, params)
+    return _apply_if_any(_keep_min_p, sampled_B & (params.min_p_B > 0), scaled_BTV, params)
+
+
+def _apply_if_any(process, wanted, logits_BTV, context):
+    """`process` where a row (or row and position) wants it; skipped if none does."""
+    wanted_BT1 = wanted.reshape(*wanted.shape, *[1] * (3 - wanted.ndim))
+    return lax.cond(
+        jnp.any(wanted),
+        lambda: jnp.where(wanted_BT1, process(logits_BTV, context), logits_BTV),
+        lambda: logits_BTV,
+    )
+
+
+def _forbid_stops(logits_BTV: Array, sampling: SamplingState) -> Array:
+    stop_ids_BE = jnp.asarray(sampling.stop_ids_BE)
+    rows_B1 = jnp.arange(len(stop_ids_BE))[:, None]
+    # Padding ids of -1 would count from the end: they are moved out of range and dropped.
+    ids_BE = jnp.where(stop_ids_BE < 0, logits_BTV.shape[-1], stop_ids_BE)
+    return logits_BTV.at[rows_B1, :, ids_BE].set(-jnp.inf, mode="drop")
+
+
+def _penalise(
+    logits_BTV: Array, sampling: SamplingState, prefix_BJ: Array, seen_TJ: Array
+) -> Array:
+    params = sampling.params
+
+    def penalised() -> Array:
+        drafted_BTV = jnp.zeros(logits_BTV.shape, jnp.int32)
+        rows_B11 = jnp.arange(len(prefix_BJ))[:, None, None]
+        positions_1T1 = jnp.arange(seen_TJ.shape[0])[None, :, None]
+        drafted_BTV = drafted_BTV.at[rows_B11, positions_1T1, prefix_BJ[:, None, :]].add(
+            seen_TJ[None].astype(jnp.int32)
+        )
+        output_BTV = jnp.asarray(sampling.output_counts_BV)[:, None] + drafted_BTV
+        present_BTV = output_BTV + jnp.asarray(sampling.prompt_counts_BV)[:, None] > 0
+        repetition_B11 = jnp.asarray(params.repetition_penalty_B)[:, None, None]
+        frequency_B11 = jnp.asarray(params.frequency_penalty_B)[:, None, None]
+        presence_B11 = jnp.asarray(params.presence_penalty_B)[:, None, None]
+        factor_BTV = jnp.where(logits_BTV > 0, 1 / repetition_B11, repetition_B11)
+        repeated_BTV = jnp.where(present_BTV, logits_BTV * factor_BTV, logits_BTV)
+        return (
+            repeated_BTV
+            - frequency_B11 * output_BTV.astype(jnp.float32)
+            - presence_B11 * (output_BTV > 0).astype(jnp.float32)
+        )
+
+    return lax.cond(jnp.any(params.penalised_B), penalised, lambda: logits_BTV)
+
+
+def _keep_top_k(logits_BTV: Array, params: SamplingParams) -> Array:
+    ones_BTV = jnp.ones_like(logits_BTV)
+    wanted_B = jnp.asarray(params.top_k_B).astype(jnp.float32)
+    return _keep_largest(logits_BTV, ones_BTV, wanted_B)
+
+
+def _keep_top_p(logits_BTV: Array, params: SamplingParams) -> Array:
+    return _keep_largest(
+        logits_BTV, jax.nn.softmax(logits_BTV, axis=-1), jnp.asarray(params.top_p_B)
+    )
+
+
+def _keep_min_p(logits_BTV: Array, params: SamplingParams) -> Array:
+    # The largest logit is 0, so a logit is the log of its ratio to the likeliest.
+    floor_B11 = jnp.log(jnp.asarray(params.min_p_B))[:, None, None]
+    return jnp.where(logits_BTV >= floor_B11, logits_BTV, -jnp.inf)
+
+
+def _keep_largest(
+    logits_BTV: Float[Array, "B T V"],
+    weights_BTV: Float[Array, "B T V"],
+    wanted_B: Float[Array, " B"],
+) -> Float[Array, "B T V"]:
+    """Keeps the largest logits, as few as weigh `wanted` together, and ties of the last.
+
+    The threshold is found by bisection over float32 values, taken as integers in the
+    same order: exact after 32 halvings, without sorting.
+    """
+    bits = lax.bitcast_convert_type(logits_BTV, jnp.int32)
+    order_BTV = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    wanted_BT = jnp.broadcast_to(wanted_B[:, None], logits_BTV.shape[:2])
+
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low_BT, high_BT = bounds  # enough weight at or above low, too little at or above high
+        middle_BT = (low_BT >> 1) + (high_BT >> 1) + (low_BT & high_BT & 1)
+        weight_BT = jnp.sum(weights_BTV, axis=-1, where=order_BTV >= middle_BT[..., None])
+        enough_BT = weight_BT >= wanted_BT
+        return jnp.where(enough_BT, middle_BT, low_BT), jnp.where(enough_BT, high_BT, middle_BT)
+
+    low_BT = jnp.min(order_BTV, axis=-1)
+    high_BT = jnp.max(order_BTV, axis=-1) + 1
+    threshold_BT, _ = lax.fori_loop(0, 32, halve, (low_BT, high_BT))
+    return jnp.where(order_BTV >= threshold_BT[..., None], logits_BTV, -jnp.inf)
+
+
+def draw_draft(
+    logits_BV: Float[Array, "B V"],
+    sampling: SamplingState,
+    length_B: Int[Array, " B"],
+    drafted_BJ: Int[Array, "B J"],
+    count: int | Int[Array, ""],
+    key_B: Key[Array, " B"],
+) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+    """One draft token and the logits it was drawn from, for drafters.
+
+    Args:
+      logits_BV: the drafter's raw logits.
+      sampling: the rows' processors.
+      length_B: committed tokens of the row.
+      drafted_BJ: holds this round's drafts so far.
+      count: how many of its columns are drafts.
+      key_B: this draft's keys.
+
+    Returns:
+      token_B, and logits of q, whose softmax is the very distribution of the draw.
+    """
+    seen_1J = jnp.arange(drafted_BJ.shape[1], dtype=jnp.int32)[None] < count
+    logits_B1V = adjust_logits(logits_BV[:, None], sampling, length_B, drafted_BJ, seen_1J)
+    q_logits_BV = process_logits(logits_B1V, sampling.params)[:, 0]
+    best_B = jnp.argmax(q_logits_BV, axis=-1).astype(jnp.int32)
+    token_B = lax.cond(
+        jnp.all(sampling.greedy_B),
+        lambda: best_B,
+        lambda: jnp.where(sampling.greedy_B, best_B, sample(key_B, q_logits_BV)),
+    )
+    return token_B, q_logits_BV
 
 
 def sample(keys: Key[Array, "*rows"], logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
@@ -65,7 +256,8 @@ def sample(keys: Key[Array, "*rows"], logits: Float[Array, "*rows V"]) -> Int[Ar
 
 def uniform(keys: Key[Array, "*rows"]) -> Float[Array, "*rows"]:
     """One number on [0, 1) for each key."""
-    return jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
+    draw = partial(jax.random.uniform, dtype=jnp.float32)
+    return jax.vmap(draw)(keys.reshape(-1)).reshape(keys.shape)
 
 
 def draft_probs(dist: DraftDist, tokens_BG: Int[Array, "B G"]) -> Float[Array, "B G"]:
@@ -86,4 +278,4 @@ def draft_distribution(
         return q_BC
     ids_BC = jnp.take_along_axis(dist.ids_BGC, index_B11, axis=1)[:, 0]
     rows_B1 = jnp.arange(len(offset_B))[:, None]
-    return jnp.zeros((len(offset_B), vocab_size)).at[rows_B1, ids_BC].add(q_BC)
+    return jnp.zeros((len(offset_B), vocab_size), q_BC.dtype).at[rows_B1, ids_BC].add(q_BC)

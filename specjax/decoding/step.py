@@ -1,23 +1,35 @@
 """One round of speculative decoding: draft, schedule, verify, accept, commit, observe."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.decoding.accept import Verdict, accept
-from specjax.decoding.sampling import round_keys
+from specjax.decoding.sampling import (
+    RoundKeys,
+    adjust_logits,
+    coupled_keys,
+    process_logits,
+    round_keys,
+)
 from specjax.decoding.types import (
     DecodeConfig,
     DecodeState,
     DraftDist,
     DrafterModel,
+    LogProbs,
     Proposal,
     PyTree,
     RoundOutput,
     RoundStats,
+    SamplingState,
     TargetModel,
+    TargetOutput,
 )
 
 
@@ -49,7 +61,8 @@ def speculate_step(
     """
     length_B = state.length_B
     anchor_B = jnp.take_along_axis(state.tokens_BS, length_B[:, None] - 1, axis=1)[:, 0]
-    keys = round_keys(jnp.asarray(state.sampling.seed_B), length_B - 1, config.draft_len)
+    make_keys = coupled_keys if config.acceptance == "coupled" else round_keys
+    keys = make_keys(jnp.asarray(state.sampling.params.seed_B), length_B - 1, config.draft_len)
 
     with jax.named_scope("draft"):
         proposal, drafter_state = _empty_proposal(len(length_B)), state.drafter_state
@@ -57,19 +70,34 @@ def speculate_step(
             proposal, drafter_state = drafter.propose(
                 drafter_params, drafter_state, anchor_B, length_B, state.sampling, keys.draft_BG
             )
+        _check_draft_len(proposal, state, config.draft_len)
     with jax.named_scope("schedule"):
         verify_len_B, policy_state = config.policy.choose(
             state.policy_state, proposal.confidence_BG, state.done_B, config.draft_len
         )
-    with jax.named_scope("verify"):
-        inputs_BT = jnp.concatenate([anchor_B[:, None], proposal.tokens_BG], axis=1)
-        positions_BT = length_B[:, None] - 1 + jnp.arange(inputs_BT.shape[1])[None]
-        out = target.apply(target_params, inputs_BT, positions_BT, state.cache, taps=drafter.taps)
-    with jax.named_scope("accept"):
-        assert out.logits is not None
-        verdict = accept(out.logits, proposal, verify_len_B, state.sampling, keys)
+        if proposal.count_B is not None:
+            verify_len_B = jnp.minimum(verify_len_B, proposal.count_B)
+    inputs_BT = jnp.concatenate([anchor_B[:, None], proposal.tokens_BG], axis=1)
+
+    def verify(cache: PyTree, size: int) -> tuple[PyTree, _Verification]:
+        """One pass over the anchor and `size` drafts, and what it decides."""
+        with jax.named_scope("verify"):
+            positions_BT = length_B[:, None] - 1 + jnp.arange(size + 1, dtype=jnp.int32)[None]
+            out = target.apply(
+                target_params, inputs_BT[:, : size + 1], positions_BT, cache, taps=drafter.taps
+            )
+        with jax.named_scope("accept"):
+            judged = _judge(out, _first_drafts(proposal, size), verify_len_B, state, keys, config)
+        return out.cache, _pad(judged, config.draft_len - size)
+
+    # A pass of one position where no row has drafts to verify; always possible only with
+    # proposals that say how many they hold.
+    sizes = [config.draft_len] if proposal.count_B is None else [0, config.draft_len]
+    wanted = jnp.any((verify_len_B > 0) & ~state.done_B).astype(jnp.int32)
+    cache, judged = _run_one(verify, sizes, wanted, state.cache)
+
     with jax.named_scope("commit"):
-        state, output = commit(state, proposal.tokens_BG, verify_len_B, verdict)
+        state, output = commit(state, proposal, verify_len_B, judged)
     with jax.named_scope("observe"):
         # One input for each token committed: the anchor, and all drafts kept but for
         # the one that now is the anchor.
@@ -77,52 +105,157 @@ def speculate_step(
             drafter_params,
             drafter_state,
             inputs_BT,
-            out.taps,
-            out.hidden,
+            judged.taps,
+            judged.hidden,
             start_B=length_B - 1,
             count_B=output.count_B,
         )
-    return (
-        dataclasses.replace(
-            state, cache=out.cache, drafter_state=drafter_state, policy_state=policy_state
-        ),
-        output,
+    state = dataclasses.replace(
+        state, cache=cache, drafter_state=drafter_state, policy_state=policy_state
     )
+    return state, output
+
+
+def _check_draft_len(proposal: Proposal, state: DecodeState, draft_len: int) -> None:
+    drafted, counted = proposal.tokens_BG.shape[1], state.stats.verified_BG.shape[1]
+    if drafted != draft_len:
+        raise ValueError(f"the drafter proposed {drafted} tokens a row instead of {draft_len}")
+    if counted < draft_len:
+        raise ValueError(
+            f"the state was made for draft_len {counted}: it has no room for {draft_len}"
+        )
+
+
+class _Verification(NamedTuple):
+    """What one pass of the target gives to the rest of the round."""
+
+    verdict: Verdict
+    hidden: Float[Array, "B T D"]
+    taps: Float[Array, "B T M D"] | None
+    logprobs: LogProbs | None
+
+
+def _judge(
+    out: TargetOutput,
+    proposal: Proposal,
+    verify_len_B: Int[Array, " B"],
+    state: DecodeState,
+    keys: RoundKeys,
+    config: DecodeConfig,
+) -> _Verification:
+    """Accepts drafts by the target's logits after the anchor and after each draft."""
+    assert out.logits is not None
+    draft_len = proposal.tokens_BG.shape[1]
+    earlier_TJ = jnp.arange(draft_len)[None] < jnp.arange(draft_len + 1)[:, None]
+    logits_BTV = adjust_logits(
+        out.logits, state.sampling, state.length_B, proposal.tokens_BG, earlier_TJ
+    )
+    if keys.position_BT is not None:
+        keys = keys._replace(position_BT=keys.position_BT[:, : draft_len + 1])
+    keys = keys._replace(accept_BG=keys.accept_BG[:, :draft_len])
+    verdict = accept(logits_BTV, proposal, verify_len_B, state.sampling, keys)
+    logprobs = None
+    if config.logprobs:
+        tokens_BT = _committed_tokens(proposal.tokens_BG, verdict)
+        logprobs = _log_probs(out.logits, logits_BTV, tokens_BT, state.sampling)
+    return _Verification(verdict, out.hidden, out.taps, logprobs)
+
+
+def _log_probs(
+    raw_BTV: Array, adjusted_BTV: Array, tokens_BT: Array, sampling: SamplingState
+) -> LogProbs:
+    def chosen(logits_BTV: Array) -> Array:
+        token_BT1 = jnp.take_along_axis(logits_BTV, tokens_BT[:, :, None], axis=2)
+        return token_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
+
+    processed_BT = chosen(process_logits(adjusted_BTV, sampling.params))
+    return LogProbs(chosen(raw_BTV), jnp.where(sampling.greedy_B[:, None], 0.0, processed_BT))
+
+
+def _run_one(
+    run: Callable[[PyTree, int], tuple[PyTree, PyTree]],
+    sizes: Sequence[int],
+    index: Int[Array, ""],
+    cache: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """`lax.switch` over run(cache, size) that updates the cache in place.
+
+    Some versions of XLA copy what a conditional's branches change. Loops of at most one
+    turn are never copied.
+    """
+    if len(sizes) == 1:
+        return run(cache, sizes[0])
+    shapes = jax.eval_shape(lambda cache: run(cache, sizes[-1])[1], cache)
+    result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    carry = (cache, result)
+    for i, size in enumerate(sizes):
+
+        def once(turn: tuple[Array, PyTree], size: int = size) -> tuple[Array, PyTree]:
+            return jnp.array(False), run(turn[1][0], size)
+
+        _, carry = lax.while_loop(lambda turn: turn[0], once, (index == i, carry))
+    return carry
+
+
+def _first_drafts(proposal: Proposal, size: int) -> Proposal:
+    return jax.tree.map(lambda leaf: leaf[:, :size] if leaf.ndim > 1 else leaf, proposal)
+
+
+def _pad(judged: _Verification, missing: int) -> _Verification:
+    """Fills up what has an entry for each position of the pass."""
+    if not missing:
+        return judged
+    grown = jax.tree.map(
+        lambda leaf: jnp.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2)),
+        judged[1:],
+    )
+    return _Verification(judged.verdict, *grown)
+
+
+def _committed_tokens(drafts_BG: Int[Array, "B G"], verdict: Verdict) -> Int[Array, "B T"]:
+    """The drafts kept, and the target's token from there on."""
+    tokens_BT = jnp.pad(drafts_BG, ((0, 0), (0, 1)))
+    offsets_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    kept_BT = offsets_1T < verdict.accepted_B[:, None]
+    return jnp.where(kept_BT, tokens_BT, verdict.next_B[:, None])
 
 
 def commit(
     state: DecodeState,
-    drafts_BG: Int[Array, "B G"],
+    proposal: Proposal,
     verify_len_B: Int[Array, " B"],
-    verdict: Verdict,
+    judged: _Verification,
 ) -> tuple[DecodeState, RoundOutput]:
     """Appends the kept drafts and the target's token, up to a stop token or the limit."""
-    tokens_BT = jnp.pad(drafts_BG, ((0, 0), (0, 1)))
-    offsets_1T = jnp.arange(tokens_BT.shape[1])[None]
-    accepted_B = verdict.accepted_B
-    tokens_BT = jnp.where(offsets_1T < accepted_B[:, None], tokens_BT, verdict.next_B[:, None])
-
-    is_stop_BT = jnp.any(tokens_BT[:, :, None] == state.stop_ids_BE[:, None, :], axis=-1)
-    stop_at_B = jnp.min(jnp.where(is_stop_BT, offsets_1T, offsets_1T.shape[1]), axis=1).astype(
-        jnp.int32
-    )
+    accepted_B = judged.verdict.accepted_B
+    tokens_BT = _committed_tokens(proposal.tokens_BG, judged.verdict)
+    offsets_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    stop_ids_BE = jnp.asarray(state.sampling.stop_ids_BE)
+    is_stop_BT = jnp.any(tokens_BT[:, :, None] == stop_ids_BE[:, None, :], axis=-1)
+    stop_at_B = jnp.min(
+        jnp.where(is_stop_BT, offsets_1T, jnp.int32(offsets_1T.shape[1])), axis=1
+    ).astype(jnp.int32)
     whole_B = jnp.minimum(accepted_B, stop_at_B) + 1
     count_B = jnp.minimum(whole_B, state.limit_B - state.length_B)
     count_B = jnp.where(state.done_B, 0, count_B)
     length_B = state.length_B + count_B
     done_B = state.done_B | (stop_at_B < count_B) | (length_B >= state.limit_B)
 
-    slots_BT = jnp.where(
-        offsets_1T < count_B[:, None],
-        state.length_B[:, None] + offsets_1T,
-        state.tokens_BS.shape[1],
-    )
     rows_B1 = jnp.arange(len(count_B))[:, None]
+    committed_BT = offsets_1T < count_B[:, None]
+    slots_BT = jnp.where(
+        committed_BT, state.length_B[:, None] + offsets_1T, state.tokens_BS.shape[1]
+    )
+
+    def write(buffer_BS: Array, new_BT: Array) -> Array:
+        return buffer_BS.at[rows_B1, slots_BT].set(new_BT, mode="drop")
+
     ended_by_draft_B = stop_at_B < accepted_B
+    drafted_B = jnp.full_like(count_B, proposal.tokens_BG.shape[1])
     stats = _count_round(
         state.stats,
         active_B=~state.done_B,
-        draft_len=drafts_BG.shape[1],
+        drafted_B=drafted_B if proposal.count_B is None else proposal.count_B,
         verified_B=jnp.where(ended_by_draft_B, stop_at_B + 1, verify_len_B),
         accepted_B=jnp.where(ended_by_draft_B, stop_at_B + 1, accepted_B),
         bonus_B=~ended_by_draft_B,
@@ -134,36 +267,53 @@ def commit(
         verify_len_B=jnp.where(state.done_B, 0, verify_len_B),
         accepted_B=jnp.where(state.done_B, 0, accepted_B),
         done_B=done_B,
+        logprobs=judged.logprobs,
     )
-    tokens_BS = state.tokens_BS.at[rows_B1, slots_BT].set(tokens_BT, mode="drop")
     state = dataclasses.replace(
-        state, tokens_BS=tokens_BS, length_B=length_B, done_B=done_B, stats=stats
+        state,
+        tokens_BS=write(state.tokens_BS, tokens_BT),
+        length_B=length_B,
+        done_B=done_B,
+        sampling=_count_tokens(state.sampling, tokens_BT, committed_BT),
+        stats=stats,
+        logprobs=jax.tree.map(write, state.logprobs, judged.logprobs),
     )
     return state, output
+
+
+def _count_tokens(
+    sampling: SamplingState, tokens_BT: Int[Array, "B T"], committed_BT: Bool[Array, "B T"]
+) -> SamplingState:
+    if sampling.output_counts_BV is None:
+        return sampling
+    rows_B1 = jnp.arange(len(tokens_BT))[:, None]
+    counts_BV = sampling.output_counts_BV.at[rows_B1, tokens_BT].add(committed_BT.astype(jnp.int32))
+    return dataclasses.replace(sampling, output_counts_BV=counts_BV)
 
 
 def _count_round(
     stats: RoundStats,
     *,
     active_B: Array,
-    draft_len: int,
+    drafted_B: Array,
     verified_B: Array,
     accepted_B: Array,
     bonus_B: Array,
     emitted_B: Array,
 ) -> RoundStats:
-    offsets_1G = jnp.arange(stats.verified_BG.shape[1])[None]
+    offsets_1G = jnp.arange(stats.verified_BG.shape[1], dtype=jnp.int32)[None]
     active_B1 = active_B[:, None]
 
-    def reached(length_B: Array) -> Array:
+    def below(length_B: Array) -> Array:
         return ((offsets_1G < length_B[:, None]) & active_B1).astype(jnp.int32)
 
     active = active_B.astype(jnp.int32)
     return RoundStats(
         rounds_B=stats.rounds_B + active,
-        drafted_B=stats.drafted_B + active * draft_len,
-        verified_BG=stats.verified_BG + reached(verified_B),
-        accepted_BG=stats.accepted_BG + reached(accepted_B),
+        drafted_B=stats.drafted_B + active * drafted_B,
+        verified_BG=stats.verified_BG + below(verified_B),
+        reached_BG=stats.reached_BG + below(jnp.minimum(verified_B, accepted_B + 1)),
+        accepted_BG=stats.accepted_BG + below(accepted_B),
         bonus_B=stats.bonus_B + active * bonus_B.astype(jnp.int32),
         emitted_B=stats.emitted_B + emitted_B,
     )
@@ -172,5 +322,5 @@ def _count_round(
 def _empty_proposal(batch: int) -> Proposal:
     return Proposal(
         tokens_BG=jnp.zeros((batch, 0), jnp.int32),
-        dist=DraftDist(jnp.zeros((batch, 0, 1)), jnp.zeros((batch, 0, 1), jnp.int32)),
+        dist=DraftDist(jnp.zeros((batch, 0, 1), jnp.float32), jnp.zeros((batch, 0, 1), jnp.int32)),
     )

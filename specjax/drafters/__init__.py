@@ -3,11 +3,12 @@
 import dataclasses
 
 from specjax.decoding.types import DrafterModel, PyTree
+from specjax.drafters.draft_model import DraftModel, draft_model, early_exit
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.models.target import Target
 
-__all__ = ["Drafter", "NoDrafter", "PromptLookup", "load_drafter"]
+__all__ = ["DraftModel", "Drafter", "NoDrafter", "PromptLookup", "load_drafter"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +26,24 @@ class Drafter:
     name: str
 
 
-def load_drafter(source: str, target: Target) -> Drafter:
-    """A drafter for `target`: "prompt_lookup".
+def load_drafter(source: str | Target, target: Target) -> Drafter:
+    """A drafter for `target`.
+
+    Args:
+      source: "prompt_lookup", "early_exit:N" (the target's own first N layers), or
+        another Target of the same vocabulary.
+      target: the model whose tokens it drafts.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name, or one that does not fit the target.
     """
-    del target  # prompt lookup serves any
-    if source != "prompt_lookup":
-        raise ValueError(f"unknown drafter {source!r}: known is 'prompt_lookup'")
-    return Drafter(PromptLookup(), (), source)
+    if isinstance(source, Target):
+        return Drafter(*draft_model(source, target), f"draft_model:{source.name}")
+    kind, _, argument = source.partition(":")
+    if source == "prompt_lookup":
+        return Drafter(PromptLookup(), (), source)
+    if kind == "early_exit" and argument.isdecimal():
+        return Drafter(*early_exit(target, int(argument)), source)
+    raise ValueError(
+        f"unknown drafter {source!r}: known are 'prompt_lookup', 'early_exit:N' and a Target"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.decoding.types import DraftDist, Proposal, SamplingParams
+from specjax.decoding.types import DraftDist, Proposal, SamplingState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +19,18 @@ class PromptLookup:
 
     Attributes:
       max_ngram: longest suffix of the text that is looked up.
+      min_ngram: shortest match that is worth drafting from.
     """
 
     max_ngram: int = 4
+    min_ngram: int = 2
 
     def __post_init__(self) -> None:
-        if self.max_ngram < 1:
-            raise ValueError(f"max_ngram must be at least 1, got {self.max_ngram}")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"min_ngram ({self.min_ngram}) must be at least 1 and at most "
+                f"max_ngram ({self.max_ngram})"
+            )
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -41,27 +46,32 @@ class PromptLookup:
         state: Int[Array, "B S"],
         anchor_B: Int[Array, " B"],
         length_B: Int[Array, " B"],
-        sampling: SamplingParams,
+        sampling: SamplingState,
         keys_BG: Key[Array, "B G"],
     ) -> tuple[Proposal, Int[Array, "B S"]]:
         """Copies from the match, over its own output where it reaches the end of the text.
 
-        A row without a match repeats its anchor. q is one-hot.
+        A row without a match has no drafts. q is one-hot.
         """
         del params, sampling
         last_B1 = length_B[:, None] - 1
-        text_BS = state.at[jnp.arange(len(anchor_B)), last_B1[:, 0]].set(anchor_B, mode="drop")
+        text_BS = state.at[jnp.arange(len(anchor_B), dtype=jnp.int32), last_B1[:, 0]].set(
+            anchor_B, mode="drop"
+        )
         match_len_BS = _match_lengths(text_BS, last_B1, self.max_ngram)
-        slots = text_BS.shape[1]
+        slots, draft_len = text_BS.shape[1], keys_BG.shape[1]
         # The largest of (match length, position): longest first, then latest.
-        found_B1 = jnp.max(match_len_BS * slots + jnp.arange(slots)[None], axis=1, keepdims=True)
-        end_B1 = jnp.where(found_B1 >= slots, found_B1 % slots, last_B1 - 1)
+        found_B1 = jnp.max(
+            match_len_BS * slots + jnp.arange(slots, dtype=jnp.int32)[None], axis=1, keepdims=True
+        )
+        matched_B1 = found_B1 >= slots * self.min_ngram
+        end_B1 = jnp.where(matched_B1, found_B1 % slots, last_B1 - 1)
         period_B1 = last_B1 - end_B1
-        offsets_1G = jnp.arange(keys_BG.shape[1])[None]
-        source_BG = end_B1 + 1 + offsets_1G % period_B1
+        source_BG = end_B1 + 1 + jnp.arange(draft_len, dtype=jnp.int32)[None] % period_B1
         tokens_BG = jnp.take_along_axis(text_BS, source_BG, axis=1)
-        one_hot = DraftDist(jnp.zeros((*tokens_BG.shape, 1)), tokens_BG[:, :, None])
-        return Proposal(tokens_BG, one_hot), state
+        one_hot = DraftDist(jnp.zeros((*tokens_BG.shape, 1), jnp.float32), tokens_BG[:, :, None])
+        count_B = draft_len * matched_B1[:, 0].astype(jnp.int32)
+        return Proposal(tokens_BG, one_hot, count_B=count_B), state
 
     def observe(
         self,
@@ -75,11 +85,13 @@ class PromptLookup:
     ) -> Int[Array, "B S"]:
         """Appends the committed tokens to the text."""
         del params, taps, hidden
-        offsets_1T = jnp.arange(tokens_BT.shape[1])[None]
+        offsets_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         slots_BT = jnp.where(
             offsets_1T < count_B[:, None], start_B[:, None] + offsets_1T, state.shape[1]
         )
-        return state.at[jnp.arange(len(count_B))[:, None], slots_BT].set(tokens_BT, mode="drop")
+        return state.at[jnp.arange(len(count_B), dtype=jnp.int32)[:, None], slots_BT].set(
+            tokens_BT, mode="drop"
+        )
 
 
 def _match_lengths(
@@ -87,7 +99,7 @@ def _match_lengths(
 ) -> Int[Array, "B S"]:
     """How many tokens up to each earlier position equal the text's last ones (0..max_ngram)."""
     slots = text_BS.shape[1]
-    positions_1S = jnp.arange(slots)[None]
+    positions_1S = jnp.arange(slots, dtype=jnp.int32)[None]
     alive_BS = positions_1S < last_B1
     length_BS = jnp.zeros_like(text_BS)
     for back in range(max_ngram):

@@ -19,6 +19,9 @@ from specjax.models.config import RopeConfig, TransformerConfig
 # Finite, so that a query without any visible key gives a uniform softmax, not NaN.
 _MASKED = -1e30
 
+# Slots that attention reads at a time; caches whose length is a multiple cost by live length.
+BLOCK = 256
+
 _matrix_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
 
 
@@ -126,35 +129,69 @@ def write_cache(
 ) -> Float[Array, "B K S H"]:
     """Stores each entry at its own position; positions at or past S are dropped."""
     batch, heads = cache_BKSH.shape[:2]
-    rows = jnp.arange(batch)[:, None, None]
-    return cache_BKSH.at[rows, jnp.arange(heads)[None, None], positions_BT[:, :, None]].set(
-        new_BTKH.astype(cache_BKSH.dtype), mode="drop", unique_indices=True
-    )
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    return cache_BKSH.at[
+        rows, jnp.arange(heads, dtype=jnp.int32)[None, None], positions_BT[:, :, None]
+    ].set(new_BTKH.astype(cache_BKSH.dtype), mode="drop", unique_indices=True)
 
 
 def attend(
     q_BTNH: Float[Array, "B T N H"],
     k_BKSH: Float[Array, "B K S H"],
     v_BKSH: Float[Array, "B K S H"],
-    visible_BTS: Array,
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"] | Int[Array, "1 S"],
+    live: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Grouped-query attention (Ainslie et al., arXiv 2305.13245), softmax in float32."""
+    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245), softmax in float32.
+
+    A query sees the keys at or before its position. Given `live`, the number of slots
+    that any query may see, only the blocks of slots below it are read, with a running
+    softmax (Milakov and Gimelshein, arXiv 1805.02867): the cost follows the live length,
+    not the cache's.
+    """
     batch, length, num_heads, head_dim = q_BTNH.shape
-    num_kv_heads = k_BKSH.shape[1]
+    num_kv_heads, slots = k_BKSH.shape[1:3]
     groups = num_heads // num_kv_heads
     # One batched product per key-value head over all its queries: no operand is transposed.
     q_BKQH = (
         q_BTNH.reshape(batch, length, num_kv_heads, groups, head_dim)
         .transpose(0, 2, 3, 1, 4)
         .reshape(batch, num_kv_heads, groups * length, head_dim)
-    )
-    q_BKQH = q_BKQH * head_dim**-0.5
-    scores = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKSH.astype(jnp.float32))
-    visible_BKQS = jnp.tile(visible_BTS, (1, groups, 1))[:, None]
-    weights = jax.nn.softmax(jnp.where(visible_BKQS, scores, _MASKED), axis=-1)
-    out = jnp.einsum("BKQS,BKSH->BKQH", weights, v_BKSH.astype(jnp.float32))
+    ) * head_dim**-0.5
+    q_positions_BQ = jnp.tile(q_positions_BT, (1, groups))
+
+    def scores(k_BKsH: Array, k_positions_Bs: Array) -> Array:
+        scores_BKQs = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKsH.astype(jnp.float32))
+        visible_BQs = k_positions_Bs[:, None, :] <= q_positions_BQ[:, :, None]
+        return jnp.where(visible_BQs[:, None], scores_BKQs, _MASKED)
+
+    def weigh(weights_BKQs: Array, v_BKsH: Array) -> Array:
+        return jnp.einsum("BKQS,BKSH->BKQH", weights_BKQs, v_BKsH.astype(jnp.float32))
+
+    def add_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest_BKQ1, total_BKQ1, sum_BKQH = carry
+
+        def block(array: Array, axis: int) -> Array:
+            return lax.dynamic_slice_in_dim(array, i * BLOCK, BLOCK, axis)
+
+        scores_BKQs = scores(block(k_BKSH, 2), block(k_positions_BS, 1))
+        new_BKQ1 = jnp.maximum(largest_BKQ1, jnp.max(scores_BKQs, axis=-1, keepdims=True))
+        weights_BKQs = jnp.exp(scores_BKQs - new_BKQ1)
+        shrink_BKQ1 = jnp.exp(largest_BKQ1 - new_BKQ1)
+        total_BKQ1 = total_BKQ1 * shrink_BKQ1 + jnp.sum(weights_BKQs, axis=-1, keepdims=True)
+        return new_BKQ1, total_BKQ1, sum_BKQH * shrink_BKQ1 + weigh(weights_BKQs, block(v_BKSH, 2))
+
+    if live is None or slots % BLOCK or slots == BLOCK:
+        out_BKQH = weigh(jax.nn.softmax(scores(k_BKSH, k_positions_BS), axis=-1), v_BKSH)
+    else:
+        row_BKQ1 = jnp.zeros((*q_BKQH.shape[:3], 1), jnp.float32)
+        empty = (row_BKQ1 + 2 * _MASKED, row_BKQ1, jnp.zeros_like(q_BKQH))
+        blocks = jnp.clip((live + BLOCK - 1) // BLOCK, 1, slots // BLOCK).astype(jnp.int32)
+        _, total_BKQ1, sum_BKQH = lax.fori_loop(0, blocks, add_block, empty)
+        out_BKQH = sum_BKQH / total_BKQ1
     return (
-        out.reshape(batch, num_kv_heads, groups, length, head_dim)
+        out_BKQH.reshape(batch, num_kv_heads, groups, length, head_dim)
         .transpose(0, 3, 1, 2, 4)
         .reshape(batch, length, num_heads, head_dim)
     )
@@ -184,14 +221,16 @@ class Attention(nn.Module):
         v_BTKH = heads("v_proj", c.num_kv_heads, "kv_heads")
         if cache is None:
             k_BKSH, v_BKSH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
-            slot_positions = positions_BT
+            slots_BS, live = positions_BT, None
         else:
             k_BKSH = write_cache(cache.k_BKSH, k_BTKH, positions_BT)
             v_BKSH = write_cache(cache.v_BKSH, v_BTKH, positions_BT)
             cache = LayerCache(k_BKSH, v_BKSH)
-            slot_positions = jnp.arange(k_BKSH.shape[2])[None]
-        visible_BTS = slot_positions[:, None, :] <= positions_BT[:, :, None]
-        out_BTNH = attend(q_BTNH, k_BKSH, v_BKSH, visible_BTS)
+            slots_BS, live = (
+                jnp.arange(k_BKSH.shape[2], dtype=jnp.int32)[None],
+                jnp.max(positions_BT) + 1,
+            )
+        out_BTNH = attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, slots_BS, live)
         out = out_BTNH.reshape(batch, length, c.num_heads * c.head_dim)
         return Linear(c.width, ("embed", "heads"), name="o_proj")(out), cache
 

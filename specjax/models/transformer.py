@@ -90,7 +90,8 @@ class TransformerTarget:
         """Empty cache for `batch` rows of up to `slots` positions."""
         shape = (batch, self.config.num_kv_heads, slots, self.config.head_dim)
         return tuple(
-            LayerCache(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(self.config.num_layers)
+            LayerCache(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
+            for _ in range(self.config.num_layers)
         )
 
     def apply(

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.decoding.accept import accept, accept_greedy, accept_rejection
+from specjax.decoding.accept import accept, accept_equal, accept_rejection
 from specjax.decoding.sampling import draft_distribution, process_logits, round_keys
 from specjax.decoding.types import DraftDist, Proposal, SamplingParams
 from tests.reference import softmax
+from tests.toys import sampling_state
 
 V, G = 3, 2
 
@@ -105,7 +106,7 @@ def check_enumeration(acceptor, rng, temperature, verify_len, candidates=False):
         jnp.asarray(drafts),
         DraftDist(jnp.asarray(dist, jnp.float32), None if ids is None else jnp.asarray(ids)),
     )
-    sampling = SamplingParams(temperature_B=temperature).rows(len(drafts))
+    sampling = SamplingParams(temperature_B=temperature).rows(len(drafts), V)
     jitted = jax.jit(acceptor)
 
     def call(uniform):
@@ -175,7 +176,7 @@ def check_scenarios(acceptor):
                 rows(p),
                 Proposal(rows(drafts, np.int32), DraftDist(rows(q))),
                 jnp.full(batch, G, jnp.int32),
-                SamplingParams(temperature_B=1.0).rows(batch),
+                SamplingParams(temperature_B=1.0).rows(batch, V),
                 rows(u),
             )
             assert np.all(np.isfinite(probs)), name
@@ -215,8 +216,8 @@ def test_greedy_output_is_the_argmax_whatever_the_drafts(rng):
     drafts = np.array(list(itertools.product(range(V), repeat=G)), np.int32)
     logits = np.array([[target_logits[tuple(d[:k])] for k in range(G + 1)] for d in drafts])
     for verify_len in range(G + 1):
-        verdict = accept_greedy(
-            jnp.asarray(logits), jnp.asarray(drafts), jnp.full(len(drafts), verify_len)
+        verdict = accept_equal(
+            jnp.argmax(logits, axis=-1), jnp.asarray(drafts), jnp.full(len(drafts), verify_len)
         )
         for draft, n, token in zip(drafts, *map(np.asarray, verdict), strict=True):
             committed = (*draft[:n], token)
@@ -234,8 +235,8 @@ def test_recorded_cases(data_dir):
         jnp.asarray(case["draft_tokens"]), DraftDist(jnp.asarray(case["draft_logits"] / scale))
     )
     logits, lengths = jnp.asarray(case["target_logits"]), jnp.asarray(case["draft_count"])
-    sampling = SamplingParams(temperature_B=temperature).rows(batch)
-    greedy = accept_greedy(logits, proposal.tokens_BG, lengths)
+    sampling = SamplingParams(temperature_B=temperature).rows(batch, 23)
+    greedy = accept_equal(jnp.argmax(logits, axis=-1), proposal.tokens_BG, lengths)
     sampled_n, sampled_next = rejection(
         logits, proposal, lengths, sampling, jnp.asarray(case["uniforms"])
     )
@@ -262,8 +263,8 @@ def test_mixed_temperatures_have_no_nan():
         best[:, :G].astype(jnp.int32), DraftDist(jax.nn.one_hot(best[:, :G], width) * 3)
     )
     temperature = np.array([0, 1e-6, 0.7, 5], np.float32)
-    sampling = SamplingParams(temperature_B=temperature).rows(rows)
-    keys = round_keys(sampling.seed_B, jnp.zeros(rows, jnp.int32), G)
+    sampling = sampling_state(SamplingParams(temperature_B=temperature), rows, width)
+    keys = round_keys(sampling.params.seed_B, jnp.zeros(rows, jnp.int32), G)
     with jax.debug_nans(True):
         verdict = jax.jit(accept)(logits, proposal, jnp.full(rows, G), sampling, keys)
     for row in (0, 1):  # no temperature and next to none: the arg-max
@@ -292,8 +293,8 @@ def test_drafts_drawn_from_processed_logits_reproduce_the_target(rng, position):
         ],
         axis=1,
     ).astype(jnp.int32)
-    sampling = SamplingParams(temperature_B=1.0).rows(draws)
-    keys = round_keys(sampling.seed_B, jnp.zeros(draws, jnp.int32), length)
+    sampling = sampling_state(SamplingParams(temperature_B=1.0), draws, size)
+    keys = round_keys(sampling.params.seed_B, jnp.zeros(draws, jnp.int32), length)
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (draws, length + 1, size))
     verdict = jax.jit(accept)(
         logits, Proposal(drafts, DraftDist(dist)), jnp.full(draws, length), sampling, keys

@@ -13,11 +13,22 @@ import specjax.decoding.step as step_module
 from specjax.decoding import sampling as sampling_module
 from specjax.decoding.loop import decode, init_decode_state, stream
 from specjax.decoding.step import speculate_step
-from specjax.decoding.types import DecodeConfig, DecodeState, RoundStats, SamplingParams
+from specjax.decoding.types import (
+    DecodeConfig,
+    DecodeState,
+    RoundStats,
+    SamplingParams,
+)
 from specjax.drafters import NoDrafter, PromptLookup
 from tests.reference import markov_joint, prompt_lookup, softmax
 from tests.retrace import assert_no_retrace
-from tests.toys import MarkovDrafter, MarkovTarget, ScriptedDrafter, tiny_target
+from tests.toys import (
+    MarkovDrafter,
+    MarkovTarget,
+    ScriptedDrafter,
+    sampling_state,
+    tiny_target,
+)
 
 PROMPTS = [[5, 6, 7], [1], [9, 8] * 20, [3, 3, 3, 3, 4]]
 
@@ -28,7 +39,7 @@ def run(target, drafter, drafter_params, prompts, config, driver=decode, **optio
     state = init_decode_state(target.params, drafter_params, prompts, **static, **options)
     state = driver(target.params, drafter_params, state, **static)
     host = jax.device_get(state)
-    rows = zip(host.tokens_BS, host.prompt_len_B, host.length_B, strict=True)
+    rows = zip(host.tokens_BS, host.sampling.prompt_len_B, host.length_B, strict=True)
     return [tokens[a:b].tolist() for tokens, a, b in rows][: len(prompts)], state
 
 
@@ -158,17 +169,17 @@ def test_three_rounds_enumerated_through_the_step_with_its_keys(monkeypatch):
         return jnp.asarray(np.stack([noise(key_B) for key_B in keys.T], axis=1))
 
     monkeypatch.setattr("specjax.decoding.accept.sample", sample)
-    monkeypatch.setattr("tests.toys.sample", sample)
+    monkeypatch.setattr("specjax.decoding.sampling.sample", sample)
     monkeypatch.setattr("specjax.decoding.accept.uniform", uniform)
     rows = noise.rows
     state = DecodeState(
         tokens_BS=jnp.zeros((rows, 16), jnp.int32),
         length_B=jnp.ones(rows, jnp.int32),
-        prompt_len_B=jnp.ones(rows, jnp.int32),
         limit_B=jnp.full(rows, 12),
         done_B=jnp.zeros(rows, bool),
-        stop_ids_BE=jnp.full((rows, 1), -1),
-        sampling=SamplingParams(temperature_B=1.0, seed_B=np.zeros(rows, int)).rows(rows),
+        sampling=sampling_state(
+            SamplingParams(temperature_B=1.0, seed_B=np.zeros(rows, int)), rows, 2
+        ),
         cache=MarkovTarget(2).init_cache(rows, 16),
         drafter_state=(),
         policy_state=(),
@@ -397,12 +408,65 @@ def test_long_prompts_run_in_chunks(target):
         assert best[len(part) - 1 : len(part) + 5].tolist() == row
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"jax_enable_x64": True}, {"jax_default_prng_impl": "rbg"}, {"jax_debug_nans": True}],
+    ids=str,
+)
+def test_output_does_not_depend_on_the_programs_settings(target, setting):
+    """The state keeps its dtypes, and rows their own noise, whatever JAX's defaults are."""
+    options = {
+        "max_new_tokens": [1, 9, 20, 30],
+        "sampling": SamplingParams(temperature_B=np.array([0.7, 0, 0.7, 5], np.float32), seed_B=3),
+    }
+    args = (target, PromptLookup(min_ngram=1), (), PROMPTS, DecodeConfig(3))
+    expected, state = run(*args, **options)
+    [(name, value)] = setting.items()
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        got, again = run(*args, **options)
+    finally:
+        jax.config.update(name, before)
+    assert got == expected
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(s)] for s in (state, again)]
+    assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize("room", [2**31 - 1, 2**31, 2**40, 2**63 - 1])
+def test_any_number_of_new_tokens_may_be_asked_for(target, room):
+    [new], _ = run(target, NoDrafter(), (), [[5]], DecodeConfig(0), max_new_tokens=room, max_len=30)
+    assert len(new) == 29
+
+
+@pytest.mark.parametrize("wrong", [-1, -3, 61, 2**31 - 1])
+def test_ids_that_no_token_has_are_rejected(target, wrong):
+    script = np.full((1, 256), wrong, np.int32)
+    for temperature in (0.0, 1.0):
+        options = {"sampling": SamplingParams(temperature_B=temperature), "max_new_tokens": 9}
+        [new], state = run(
+            target, ScriptedDrafter(), jnp.asarray(script), [[5]], DecodeConfig(3), **options
+        )
+        assert len(new) == 9
+        assert min(new) >= 0
+        assert max(new) < 61
+        assert state.stats.accepted_BG.sum() == 0
+
+
+def test_a_drafter_or_state_of_another_draft_length_is_refused(target):
+    static = {"target": target.model, "drafter": PromptLookup(), "config": DecodeConfig(3)}
+    state = init_decode_state(target.params, (), [[5]], max_new_tokens=9, **static)
+    with pytest.raises(ValueError, match="made for draft_len 3"):
+        decode(target.params, (), state, **static | {"config": DecodeConfig(5)})
+
+
 # --- Caches -----------------------------------------------------------------------------
 
 
 def test_caches_hold_exactly_the_committed_tokens(target):
     """After rounds of random accepted lengths both caches equal ones built from scratch."""
-    static = {"target": target.model, "drafter": PromptLookup(), "config": DecodeConfig(5)}
+    drafter = PromptLookup(min_ngram=1)
+    static = {"target": target.model, "drafter": drafter, "config": DecodeConfig(5)}
     state = init_decode_state(target.params, (), PROMPTS, max_new_tokens=60, max_len=100, **static)
     lengths = set()
     for _ in range(8):
@@ -474,13 +538,16 @@ def test_a_donated_state_used_twice_is_a_clear_error(target):
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be"),
         ([[1]], {"max_new_tokens": np.array(2.5)}, "max_new_tokens must be"),
         ([[1]], {"max_new_tokens": [1, 2]}, "max_new_tokens has shape"),
-        ([[1]], {"max_len": 257}, "max_len must lie in"),
+        ([[1]], {"max_len": 257}, "max_len must be"),
         ([[1], [2]], {"batch": 1}, "batch"),
+        ([[1]], {"stop_ids": [-5]}, "stop_ids must be"),
+        ([[1]], {"stop_ids": [61]}, "stop_ids must be"),
+        ([[1]], {"stop_ids": np.array([2.5])}, "stop_ids must be"),
         ([[1]], {"sampling": SamplingParams(temperature_B=-0.5)}, "temperature must be"),
         ([[1]], {"sampling": SamplingParams(temperature_B=float("nan"))}, "temperature must be"),
         ([[1]], {"sampling": SamplingParams(temperature_B=np.ones(2))}, "temperature has shape"),
-        ([[1]], {"sampling": SamplingParams(seed_B=-1)}, "seeds must be"),
-        ([[1]], {"sampling": SamplingParams(seed_B=2**32)}, "seeds must be"),
+        ([[1]], {"sampling": SamplingParams(seed_B=-1)}, "seed must be"),
+        ([[1]], {"sampling": SamplingParams(seed_B=2**32)}, "seed must be"),
     ],
 )
 def test_bad_input_is_named(target, prompts, options, message):
@@ -503,7 +570,7 @@ def test_bad_config_is_named(target):
 
 
 def test_prompt_lookup_equals_its_definition(rng):
-    drafter, slots, draft_len = PromptLookup(max_ngram=3), 32, 5
+    drafter, slots, draft_len = PromptLookup(max_ngram=3, min_ngram=1), 32, 5
     texts = [rng.integers(0, 3, n).tolist() for n in itertools.chain(range(1, 20), [20] * 13)]
     state = drafter.init_state(len(texts), slots)
     padded = np.zeros((len(texts), slots), np.int32)
@@ -515,8 +582,8 @@ def test_prompt_lookup_equals_its_definition(rng):
         jnp.zeros(len(texts), jnp.int32), length_B - 1,
     )  # fmt: skip
     anchor_B = jnp.array([text[-1] for text in texts])
-    sampling = SamplingParams().rows(len(texts))
-    keys = sampling_module.round_keys(sampling.seed_B, length_B, draft_len)
+    keys = sampling_module.round_keys(jnp.zeros(len(texts), jnp.uint32), length_B, draft_len)
+    sampling = sampling_state(SamplingParams(), len(texts), 3)
     proposal, _ = drafter.propose((), state, anchor_B, length_B, sampling, keys.draft_BG)
     expected = [prompt_lookup(text, draft_len, 3) for text in texts]
     assert proposal.tokens_BG.tolist() == expected

@@ -9,6 +9,7 @@ import pytest
 
 from specjax.models.config import RopeConfig, TransformerConfig
 from specjax.models.layers import matmul, rotate, write_cache
+from specjax.models.transformer import TransformerTarget
 from tests.toys import tiny_target
 
 
@@ -96,6 +97,8 @@ def test_bfloat16_products_accumulate_in_float32(rng, rows):
         ({"num_layers": 0}, "at least 1"),
         ({"num_kv_heads": 3}, "multiple"),
         ({"head_dim": 7}, "even"),
+        ({"norm_eps": float("nan")}, r"finite and above 0, got {'norm_eps': nan}"),
+        ({"norm_eps": -1e-5}, "finite and above 0"),
     ],
 )
 def test_impossible_sizes_are_named(target, change, message):
@@ -104,10 +107,51 @@ def test_impossible_sizes_are_named(target, change, message):
         dataclasses.replace(config, **change)
 
 
+@pytest.mark.parametrize("name", ["theta", "factor", "low_freq_factor", "high_freq_factor"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+def test_impossible_rotary_embeddings_are_named(name, value):
+    with pytest.raises(ValueError, match=rf"finite and above 0, got {{'{name}': {value}}}"):
+        RopeConfig(kind="llama3", **{name: value})
+    with pytest.raises(ValueError, match=r"high_freq_factor .* must be above low_freq_factor"):
+        RopeConfig(kind="llama3", low_freq_factor=4.0)
+
+
 def test_forward_refuses_what_does_not_fit(target):
     with pytest.raises(ValueError, match="tokens must be"):
         target.forward(jnp.zeros((1, 257), jnp.int32))
     with pytest.raises(ValueError, match="tokens must be"):
         target.forward(jnp.zeros((1, 0), jnp.int32))
-    with pytest.raises(ValueError, match="token ids"):
-        target.forward(jnp.array([[61]]))
+    with pytest.raises(ValueError, match="rows of equal length"):
+        target.forward([[1, 2], [3]])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        *(np.array([[i]]) for i in (61, -1, 2**32 + 1, 2**40, 2**63, 1.7, True)),
+        *([[2**32 + 1]], [[2**70]], [[True]]),
+    ],
+)
+def test_forward_scores_no_other_ids_than_it_got(target, ids):
+    with pytest.raises(ValueError, match=r"token ids must be whole numbers in 0\.\.60"):
+        target.forward(ids)
+
+
+def test_fingerprints_tell_models_apart(target):
+    print_ = target.fingerprint()
+    assert print_ == tiny_target().fingerprint()
+    as_numpy = dataclasses.replace(target, params=jax.tree.map(np.asarray, target.params))
+    assert as_numpy.fingerprint() == print_
+    cpu = jax.devices("cpu")[-1]
+    elsewhere = dataclasses.replace(target, params=jax.device_put(target.params, cpu))
+    assert elsewhere.fingerprint() == print_
+    params = {**target.params, "final_norm": {"scale": target.params["final_norm"]["scale"] + 1e-3}}
+    others = [
+        dataclasses.replace(target, params=params),
+        dataclasses.replace(target, params=jax.tree.map(lambda x: x.astype("bfloat16"), params)),
+        dataclasses.replace(
+            target, model=TransformerTarget(dataclasses.replace(target.model.config, norm_eps=1e-6))
+        ),
+        tiny_target(seed=1),
+    ]
+    assert len({print_, *(other.fingerprint() for other in others)}) == 5

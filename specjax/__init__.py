@@ -1,6 +1,6 @@
 """Lossless speculative decoding for JAX."""
 
-from specjax.api import GenerationResult, generate
+from specjax.api import GenerationResult, TokenLogProbs, generate, stream_text
 from specjax.checkpoints.targets import load_target
 from specjax.decoding.loop import decode, init_decode_state, stream
 from specjax.decoding.step import speculate_step
@@ -29,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "Target",
     "TargetOutput",
+    "TokenLogProbs",
     "decode",
     "generate",
     "init_decode_state",
@@ -36,4 +37,5 @@ __all__ = [
     "load_target",
     "speculate_step",
     "stream",
+    "stream_text",
 ]

@@ -1,0 +1,1 @@
+"""More than one device: logical-axis rules, shardings, ahead-of-time compilation."""

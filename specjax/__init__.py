@@ -3,15 +3,19 @@
 from specjax.api import GenerationResult, TokenLogProbs, generate, stream_text
 from specjax.checkpoints.targets import load_target
 from specjax.decoding.loop import decode, init_decode_state, stream
+from specjax.decoding.sampling import draw_draft
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import (
     DecodeConfig,
     DecodeState,
     DraftDist,
+    DrafterModel,
     Proposal,
     RoundOutput,
     RoundStats,
     SamplingParams,
+    SamplingState,
+    TargetModel,
     TargetOutput,
 )
 from specjax.drafters import Drafter, load_drafter
@@ -22,15 +26,19 @@ __all__ = [
     "DecodeState",
     "DraftDist",
     "Drafter",
+    "DrafterModel",
     "GenerationResult",
     "Proposal",
     "RoundOutput",
     "RoundStats",
     "SamplingParams",
+    "SamplingState",
     "Target",
+    "TargetModel",
     "TargetOutput",
     "TokenLogProbs",
     "decode",
+    "draw_draft",
     "generate",
     "init_decode_state",
     "load_drafter",

@@ -70,7 +70,7 @@ def generate(
     chat: bool = True,
     n: int = 1,
     logprobs: bool = False,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     stop_ids: Sequence[int] | np.ndarray | None = None,
     max_len: int | None = None,
 ) -> GenerationResult:
@@ -80,7 +80,7 @@ def generate(
       target: from `load_target`.
       drafter: from `load_drafter`; None decodes autoregressively.
       prompts: strings, lists of chat messages ({"role", "content"}) or lists of token ids.
-      max_new_tokens: for all prompts, or for each.
+      max_new_tokens: for all prompts, or for each. A row also ends at the room it has.
       sampling: temperatures and seeds, for all prompts or for each; None is greedy.
       draft_len: γ, tokens drafted a round.
       acceptance: "rejection" or "coupled".
@@ -135,7 +135,7 @@ def stream_text(
     acceptance: str = "rejection",
     policy: str = "full",
     chat: bool = True,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     stop_ids: Sequence[int] | np.ndarray | None = None,
     max_len: int | None = None,
 ) -> Iterator[str]:
@@ -240,8 +240,8 @@ def _encode_one(target: Target, prompt: Any, chat: bool) -> list[int]:
     return encode_prompts(target, [prompt], chat)[0]
 
 
-def _stop_strings(target: Target, stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+def _stop_strings(target: Target, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(stops):
         raise ValueError("a stop string is empty: give at least one character")
     if stops and target.tokenizer is None:
@@ -345,6 +345,11 @@ def _program(
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: known are {sorted(POLICIES)}")
     drafter = drafter or Drafter(NoDrafter(), (), "none")
+    if not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"drafter must come from load_drafter or be a specjax.Drafter(model, params, name), "
+            f"got {drafter!r}"
+        )
     draft_len = 0 if isinstance(drafter.model, NoDrafter) else draft_len
     config = DecodeConfig(draft_len, POLICIES[policy], acceptance, logprobs)
     static = {"target": target.model, "drafter": drafter.model, "config": config}

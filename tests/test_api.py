@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -387,3 +388,32 @@ def test_text_is_settled_only_when_no_token_can_change_it(rng):
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             assert "".join(pieces) == row.text == text
             assert row.token_count == len(tokens)
+
+
+def test_the_drafter_of_the_documents_works(target):
+    """The example in docs/design.md, as printed."""
+    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    scope: dict = {"__name__": "repeat"}
+    exec(compile(code, "docs/design.md", "exec"), scope)
+    drafter = specjax.Drafter(scope["Repeat"](), (), "repeat")
+    for temperature in (0.0, 0.9):
+        sampling = specjax.SamplingParams(temperature_B=temperature)
+        options = {"max_new_tokens": 20, "sampling": sampling, "acceptance": "coupled"}
+        expected = specjax.generate(target, None, [[5, 6]], **options)
+        result = specjax.generate(target, drafter, [[5, 6]], draft_len=3, **options)
+        assert result.tokens == expected.tokens
+
+
+def test_a_rounds_output_outlives_its_state(target):
+    drafter = specjax.load_drafter("prompt_lookup", target)
+    config = specjax.DecodeConfig(2)
+    static = {"target": target.model, "drafter": drafter.model, "config": config}
+    state = specjax.init_decode_state(target.params, (), [[5, 6]], max_new_tokens=9, **static)
+    state, output = specjax.speculate_step(target.params, (), state, **static)
+    specjax.decode(target.params, (), state, **static)
+    assert [leaf.tolist() for leaf in jax.tree.leaves(output)]
+
+
+def test_printing_a_model_shows_no_weights(target):
+    assert len(repr(target)) < 1000

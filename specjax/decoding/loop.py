@@ -68,6 +68,11 @@ def init_decode_state(
       ValueError: no prompts, an empty prompt, ids outside the vocabulary, a prompt that
         leaves no room for a new token, max_new_tokens below 1, invalid sampling.
     """
+    for name, part, kind in (("target", target, TargetModel), ("drafter", drafter, DrafterModel)):
+        if not isinstance(part, kind):
+            raise ValueError(
+                f"{name} must be a {kind.__name__} (of a loaded {name}, pass .model), got {part!r}"
+            )
     room = _room(prompts, max_new_tokens, max_len, target.max_len)
     _check_prompts(prompts, target.vocab_size, room)
     batch = len(prompts) if batch is None else batch

@@ -90,8 +90,8 @@ def speculate_step(
             judged = _judge(out, _first_drafts(proposal, size), verify_len_B, state, keys, config)
         return out.cache, _pad(judged, config.draft_len - size)
 
-    # A pass of one position where no row has drafts to verify; always possible only with
-    # proposals that say how many they hold.
+    # Where proposals say how many drafts they hold there are two passes: of one position for
+    # rounds in which no row has any, and of all. What the shorter gives is padded to the longer.
     sizes = [config.draft_len] if proposal.count_B is None else [0, config.draft_len]
     wanted = jnp.any((verify_len_B > 0) & ~state.done_B).astype(jnp.int32)
     cache, judged = _run_one(verify, sizes, wanted, state.cache)
@@ -117,6 +117,8 @@ def speculate_step(
 
 
 def _check_draft_len(proposal: Proposal, state: DecodeState, draft_len: int) -> None:
+    if not isinstance(proposal.dist, DraftDist):
+        raise ValueError("the drafter's proposal has no DraftDist: say what it drew from")
     drafted, counted = proposal.tokens_BG.shape[1], state.stats.verified_BG.shape[1]
     if drafted != draft_len:
         raise ValueError(f"the drafter proposed {drafted} tokens a row instead of {draft_len}")
@@ -146,6 +148,7 @@ def _judge(
     """Accepts drafts by the target's logits after the anchor and after each draft."""
     assert out.logits is not None
     draft_len = proposal.tokens_BG.shape[1]
+    # Penalties count the drafts before each position, besides the committed tokens.
     earlier_TJ = jnp.arange(draft_len)[None] < jnp.arange(draft_len + 1)[:, None]
     logits_BTV = adjust_logits(
         out.logits, state.sampling, state.length_B, proposal.tokens_BG, earlier_TJ
@@ -180,8 +183,8 @@ def _run_one(
 ) -> tuple[PyTree, PyTree]:
     """`lax.switch` over run(cache, size) that updates the cache in place.
 
-    Some versions of XLA copy what a conditional's branches change. Loops of at most one
-    turn are never copied.
+    Some versions of XLA copy what a conditional's branches change. A loop changes it in
+    place; the one of size `index` takes one turn, the others none.
     """
     if len(sizes) == 1:
         return run(cache, sizes[0])
@@ -250,6 +253,8 @@ def commit(
     def write(buffer_BS: Array, new_BT: Array) -> Array:
         return buffer_BS.at[rows_B1, slots_BT].set(new_BT, mode="drop")
 
+    # A round that an accepted stop token ends has no token of the target's own, and what was
+    # drafted after that token does not count as verified.
     ended_by_draft_B = stop_at_B < accepted_B
     drafted_B = jnp.full_like(count_B, proposal.tokens_BG.shape[1])
     stats = _count_round(
@@ -266,7 +271,7 @@ def commit(
         count_B=count_B,
         verify_len_B=jnp.where(state.done_B, 0, verify_len_B),
         accepted_B=jnp.where(state.done_B, 0, accepted_B),
-        done_B=done_B,
+        done_B=jnp.copy(done_B),  # not the state's own array, which may be donated
         logprobs=judged.logprobs,
     )
     state = dataclasses.replace(

@@ -13,7 +13,7 @@ __all__ = ["DraftModel", "Drafter", "NoDrafter", "PromptLookup", "load_drafter"]
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """What `load_drafter` returns.
+    """What `load_drafter` returns, and what wraps a drafter of your own for `generate`.
 
     Attributes:
       model: static and hashable; the `drafter` argument of the decoding functions.
@@ -22,7 +22,7 @@ class Drafter:
     """
 
     model: DrafterModel
-    params: PyTree
+    params: PyTree = dataclasses.field(repr=False)
     name: str
 
 
@@ -42,7 +42,9 @@ def load_drafter(source: str | Target, target: Target) -> Drafter:
     kind, _, argument = source.partition(":")
     if source == "prompt_lookup":
         return Drafter(PromptLookup(), (), source)
-    if kind == "early_exit" and argument.isdecimal():
+    if kind == "early_exit":
+        if not argument.isdecimal():
+            raise ValueError(f"{source!r} needs a number of layers, as in 'early_exit:8'")
         return Drafter(*early_exit(target, int(argument)), source)
     raise ValueError(
         f"unknown drafter {source!r}: known are 'prompt_lookup', 'early_exit:N' and a Target"

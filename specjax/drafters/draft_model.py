@@ -135,7 +135,8 @@ def early_exit(target: Target, num_layers: int) -> tuple[DraftModel, PyTree]:
         raise ValueError("early exit needs a target loaded by specjax")
     if not 1 <= num_layers < model.config.num_layers:
         raise ValueError(
-            f"early exit after {num_layers} layers: give 1 to {model.config.num_layers - 1}"
+            f"early exit after {num_layers} layers: give 1 to {model.config.num_layers - 1}, "
+            f"as {target.name} has {model.config.num_layers}"
         )
     config = dataclasses.replace(model.config, num_layers=num_layers)
     dropped = {f"layer_{i}" for i in range(num_layers, model.config.num_layers)}

@@ -97,7 +97,7 @@ def _plot_histogram(axes: Any, run: dict[str, Any]) -> None:
         text = f"{mean}\ntarget's own token included"
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
     axes.set(
-        title="Accepted drafts a round, all prompts",
+        title="Accepted drafts, every round (without drafts: 0)",
         xlabel="accepted drafts",
         ylabel="share of rounds",
         xticks=range(len(shares)),

@@ -34,8 +34,8 @@ class Target:
     """
 
     model: TargetModel
-    params: PyTree
-    tokenizer: "PreTrainedTokenizerBase | None"
+    params: PyTree = dataclasses.field(repr=False)
+    tokenizer: "PreTrainedTokenizerBase | None" = dataclasses.field(repr=False)
     stop_ids: tuple[int, ...]
     name: str
     dtype: str

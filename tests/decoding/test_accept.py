@@ -14,7 +14,7 @@ import pytest
 from specjax.decoding.accept import accept, accept_equal, accept_rejection
 from specjax.decoding.sampling import draft_distribution, process_logits, round_keys
 from specjax.decoding.types import DraftDist, Proposal, SamplingParams
-from tests.reference import softmax
+from tests.reference import process
 from tests.toys import sampling_state
 
 V, G = 3, 2
@@ -83,21 +83,22 @@ def acceptance_bounds(count):
             uniform[:, k] = (low + high) / 2
             kept = count(uniform) > k
             low, high = np.where(kept, uniform[:, k], low), np.where(kept, high, uniform[:, k])
-        bounds[:, k] = high
+        bounds[:, k] = np.where(high > 2**-24, high, 0)  # what bisection leaves of never
     return bounds
 
 
-def check_enumeration(acceptor, rng, temperature, verify_len, candidates=False):
+def check_enumeration(acceptor, rng, temperature, verify_len, candidates=False, **filters):
     """Sums over all drafts and acceptance outcomes: the output is the target's to 1e-6."""
     target_logits, draft_logits = random_tables(rng)
     if candidates:  # q lives on tokens 2 and 0 only
         draft_logits = {k: np.where(np.arange(V) == 1, -np.inf, v) for k, v in draft_logits.items()}
-    p = {k: softmax(v / temperature) for k, v in target_logits.items()}
-    q = {k: softmax(v / temperature) for k, v in draft_logits.items()}
+    p = {k: process(v, temperature, **filters) for k, v in target_logits.items()}
+    q = {k: process(v, temperature, **filters) for k, v in draft_logits.items()}
 
     drafts = np.array(list(itertools.product(range(V), repeat=G)), np.int32)
     logits = np.array([[target_logits[tuple(d[:k])] for k in range(G + 1)] for d in drafts])
-    dist = np.array([[draft_logits[tuple(d[:k])] for k in range(G)] for d in drafts]) / temperature
+    with np.errstate(divide="ignore"):
+        dist = np.log([[q[tuple(d[:k])] for k in range(G)] for d in drafts])
     ids = None
     if candidates:
         ids = np.broadcast_to(np.array([2, 0], np.int32), (*dist.shape[:2], 2))
@@ -106,7 +107,9 @@ def check_enumeration(acceptor, rng, temperature, verify_len, candidates=False):
         jnp.asarray(drafts),
         DraftDist(jnp.asarray(dist, jnp.float32), None if ids is None else jnp.asarray(ids)),
     )
-    sampling = SamplingParams(temperature_B=temperature).rows(len(drafts), V)
+    sampling = SamplingParams(
+        temperature_B=temperature, **{f"{name}_B": value for name, value in filters.items()}
+    ).rows(len(drafts), V)
     jitted = jax.jit(acceptor)
 
     def call(uniform):
@@ -190,6 +193,12 @@ def check_scenarios(acceptor):
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
 def test_output_distribution_is_the_targets(rng, temperature, verify_len, candidates):
     check_enumeration(rejection, rng, temperature, verify_len, candidates)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.3}], ids=str)
+def test_output_distribution_is_the_processed_targets(rng, filters):
+    for verify_len in range(G + 1):
+        check_enumeration(rejection, rng, 1.3, verify_len, **filters)
 
 
 def test_scenarios():
@@ -282,7 +291,7 @@ def test_candidate_distribution_is_scattered_over_the_vocabulary():
 def test_drafts_drawn_from_processed_logits_reproduce_the_target(rng, position):
     """200,000 draws with top-2 drafts: total variation to p under 0.01 at every position."""
     size, length, draws = 5, 3, 200_000
-    p = softmax(rng.normal(size=(length + 1, size)) * 1.5)
+    p = np.stack([process(row, 1.0) for row in rng.normal(size=(length + 1, size)) * 1.5])
     q_logits = rng.normal(size=(length, size)).astype(np.float32)
     q_logits[q_logits < np.sort(q_logits, axis=-1)[:, -2:-1]] = -np.inf
     dist = jnp.broadcast_to(jnp.asarray(q_logits), (draws, length, size))

@@ -125,13 +125,13 @@ def test_coupled_output_is_unchanged(target, options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"top_k_B": 2}, {"top_p_B": 0.9}, {"min_p_B": 0.4}, {"repetition_penalty_B": 1.5},
+    {}, {"top_k_B": 2}, {"top_p_B": 0.9}, {"min_p_B": 0.2}, {"repetition_penalty_B": 1.5},
     {"presence_penalty_B": 1.0, "frequency_penalty_B": 0.5}, {"logit_bias": {2: 1.0}},
 ])  # fmt: skip
 def test_sampled_text_has_the_processed_distribution(options):
     """Chi-square of the first three tokens against the exact joint; significance 1e-3."""
-    rows, size, length, temperature = 1 << 16, 3, 3, 0.8
-    table = jax.random.normal(jax.random.key(2), (size, size)) * 1.5
+    rows, size, length, temperature = 1 << 16, 3, 3, 1.2
+    table = jax.random.normal(jax.random.key(2), (size, size))
     draft_table = jax.random.normal(jax.random.key(3), (size, size)) * 1.5
     static = {"target": MarkovTarget(size), "drafter": MarkovDrafter(), "config": DecodeConfig(2)}
     state = init_decode_state(
@@ -160,6 +160,7 @@ def test_sampled_text_has_the_processed_distribution(options):
         expected[sequence] = chance * rows
     assert observed[expected == 0].sum() == 0
     possible = expected > 0
+    assert possible.sum() > 1
     assert scipy_stats.chisquare(observed[possible], expected[possible]).pvalue > 1e-3
 
 
@@ -284,7 +285,7 @@ def test_different_vocabularies_are_refused(target):
     with pytest.raises(ValueError, match="vocabularies differ"):
         load_drafter(tiny_target(vocab_size=50), target)
     for name in ("early_exit:0", "early_exit:2", "early_exit:x"):
-        with pytest.raises(ValueError, match=r"early exit|unknown drafter"):
+        with pytest.raises(ValueError, match=r"early exit after|needs a number of layers"):
             load_drafter(name, target)
 
 

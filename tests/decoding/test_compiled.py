@@ -1,0 +1,56 @@
+"""What the compiler makes of the loop: nothing the size of a cache is copied in it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax.decoding.loop import _decode, init_decode_state
+from specjax.decoding.types import DecodeConfig, SamplingParams
+from specjax.drafters import NoDrafter, load_drafter
+from tests.toys import tiny_target
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
+@pytest.mark.parametrize("kind", ["none", "prompt_lookup", "early_exit:1"])
+def test_no_cache_is_copied_in_the_loop(kind, acceptance):
+    target = tiny_target(max_len=4096)
+    model, params, draft_len = NoDrafter(), (), 0
+    if kind != "none":
+        drafter = load_drafter(kind, target)
+        model, params, draft_len = drafter.model, drafter.params, 3
+    static = {
+        "target": target.model,
+        "drafter": model,
+        "config": DecodeConfig(draft_len, acceptance=acceptance),
+    }
+    state = init_decode_state(
+        target.params, params, [[1, 2], [3]], max_new_tokens=8, max_len=2000,
+        sampling=SamplingParams(temperature_B=0.7), **static,
+    )  # fmt: skip
+    leaves, treedef = jax.tree.flatten(state)
+
+    def loop(target_params, drafter_params, leaves):
+        state = treedef.unflatten(leaves)
+        return jax.tree.leaves(_decode.__wrapped__(target_params, drafter_params, state, **static))
+
+    lowered = jax.jit(loop, donate_argnums=2).lower(target.params, params, leaves)
+    program = lowered.compile().as_text()
+    shape = ",".join(map(str, state.cache[0].k_BKSH.shape))
+    assert f"f32[{shape}]" in program
+    copies = re.findall(rf"= f32\[{shape}\]\S* copy(?:-start)?\(.*", program)
+    assert not copies, copies
+
+
+def test_a_copy_would_be_seen():
+    """The same search finds the copy of a value that is kept beside its changed self."""
+    shape = (2, 2, 2048, 8)
+
+    def step(_, carry):
+        cache, old = carry
+        return cache.at[:, :, 3].set(jnp.sum(old)), cache
+
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 4, step, (x, x * 2.0)))
+    text = program.lower(jnp.zeros(shape)).compile().as_text()
+    assert re.search(rf"= f32\[{','.join(map(str, shape))}\]\S* copy\(", text)

@@ -19,6 +19,8 @@ if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Most of the time goes into compiling tiny programs, which needs no optimisation.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,9 @@ from specjax.drafters import NoDrafter, load_drafter
 from tests.toys import tiny_target
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
+@pytest.mark.parametrize(
+    "acceptance", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["none", "prompt_lookup", "early_exit:1"])
 def test_no_cache_is_copied_in_the_loop(kind, acceptance):
     target = tiny_target(max_len=4096)

@@ -38,7 +38,14 @@ PROCESSORS = [
         "min_new_tokens_B": 5,
     },
 ]
-ids = [" ".join(options) for options in PROCESSORS]
+
+
+def some_slow(*fast):
+    """All of PROCESSORS as parameters; those whose index is not given are slow tests."""
+    return [
+        pytest.param(options, id=" ".join(options), marks=[] if i in fast else pytest.mark.slow)
+        for i, options in enumerate(PROCESSORS)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +56,19 @@ def target():
 jitted_step = jax.jit(speculate_step, static_argnames=("target", "drafter", "config"))
 
 
-def generate(target, drafter, drafter_params, config, prompts=PROMPTS, stop_ids=(7, 20), **options):
+def generate(
+    target,
+    drafter,
+    drafter_params,
+    config,
+    prompts=PROMPTS,
+    stop_ids=(7, 20),
+    batch=None,
+    **options,
+):
     static = {"target": target.model, "drafter": drafter, "config": config}
     state = init_decode_state(
-        target.params, drafter_params, prompts, max_new_tokens=24, max_len=80,
+        target.params, drafter_params, prompts, max_new_tokens=24, max_len=80, batch=batch,
         sampling=SamplingParams(**options), stop_ids=stop_ids, **static,
     )  # fmt: skip
     state = decode(target.params, drafter_params, state, **static)
@@ -103,7 +119,7 @@ def test_penalties_see_the_drafts_before_each_position(rng):
         np.testing.assert_allclose(got[0, k], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", PROCESSORS, ids=ids)
+@pytest.mark.parametrize("options", some_slow(3, 4, 6, 7, 8, 9))
 def test_greedy_output_is_unchanged(target, options):
     expected, _ = generate(target, NoDrafter(), (), DecodeConfig(0), **options)
     got, state = generate(target, PromptLookup(min_ngram=1), (), DecodeConfig(4), **options)
@@ -111,7 +127,7 @@ def test_greedy_output_is_unchanged(target, options):
     assert state.stats.verified_BG.sum() > 0
 
 
-@pytest.mark.parametrize("options", PROCESSORS, ids=ids)
+@pytest.mark.parametrize("options", some_slow(0, 4, 9))
 def test_coupled_output_is_unchanged(target, options):
     options = {**options, "temperature_B": 0.8, "seed_B": 3}
     expected, _ = generate(
@@ -214,8 +230,16 @@ def test_values_out_of_range_are_named(options, message):
 # --- Coupled acceptance and draft models --------------------------------------------------
 
 
-@pytest.mark.parametrize("draft_len", [1, 3, 7])
-@pytest.mark.parametrize("drafter_name", ["prompt_lookup", "early_exit:1", "self", "other"])
+@pytest.mark.parametrize(
+    ("drafter_name", "draft_len"),
+    [
+        pytest.param(
+            name, size, marks=[] if (name == "early_exit:1") == (size != 3) else pytest.mark.slow
+        )
+        for name in ("prompt_lookup", "early_exit:1", "self", "other")
+        for size in (1, 3, 7)
+    ],
+)
 def test_coupled_sampling_equals_autoregressive_token_for_token(target, drafter_name, draft_len):
     named = {"self": target, "other": tiny_target(seed=5)}
     drafter = load_drafter(named.get(drafter_name, drafter_name), target)
@@ -229,7 +253,7 @@ def test_coupled_sampling_equals_autoregressive_token_for_token(target, drafter_
     order = [2, 0, 3]
     again, _ = generate(
         target, drafter.model, drafter.params, config, [PROMPTS[i] for i in order],
-        temperature_B=0.8, seed_B=options["seed_B"][order],
+        batch=4, temperature_B=0.8, seed_B=options["seed_B"][order],
     )  # fmt: skip
     assert again == [expected[i] for i in order]
     if drafter_name == "self":

@@ -107,8 +107,15 @@ def assert_halved(array, axis):
     assert len({shard.index[axis].start or 0 for shard in array.addressable_shards}) == 2
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("sizes", MESHES, ids=["data", "model"])
+@pytest.mark.parametrize(
+    ("sizes", "drafter"),
+    [
+        (MESHES[0], "early_exit:1"),
+        (MESHES[1], "prompt_lookup"),
+        pytest.param(MESHES[0], "prompt_lookup", marks=pytest.mark.slow),
+        pytest.param(MESHES[1], "early_exit:1", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_equal_those_of_one_device(target, expected, sizes, drafter):
     mesh = make_mesh(**sizes)
     decoding = start_sharded(target, drafter, mesh)

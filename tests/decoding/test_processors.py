@@ -330,7 +330,7 @@ def test_log_probabilities_of_emitted_tokens(target):
         processed = np.zeros(len(new))
         if temperature:
             processed = [
-                np.log(process(row, temperature, top_k=5))[token]
+                np.log(process(row, temperature, top_k=5)[token])
                 for row, token in zip(logits, new, strict=True)
             ]
         np.testing.assert_allclose(state.logprobs.processed[0, span], processed, atol=1e-3)

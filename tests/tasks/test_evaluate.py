@@ -182,14 +182,15 @@ def test_killed_runs_go_on_as_if_they_had_not_been(get_config, words_target, tmp
         (tmp_path / f"{i:02}.jsonl").write_text(f'{{"turns": ["w{i + 1} w5 w6 w{i + 1}"]}}\n')
     values = {"target": str(words_target), "dtype": "float32", "prompts": f"{tmp_path}/*.jsonl"}
     config = get_config("evaluate", **values)
-    config.update(max_new_tokens=24, compilation_cache="auto")  # the one this process has
+    config.update(max_new_tokens=24, compilation_cache="auto")  # the environment's
     overrides = [f"--config.{k}={config[k]}" for k in (*values, "max_new_tokens", "draft_len")]
     config_file = Path(__file__).parents[2] / "configs/evaluate.py"
     command = [sys.executable, "-m", "specjax.main", f"--config={config_file}:smoke", *overrides]
     same = {
         "JAX_PLATFORMS": jax.default_backend(),
         "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
+        # Of its own: a killed process may leave half an entry behind.
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     workdir, kept = tmp_path / "killed", 0

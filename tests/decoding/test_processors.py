@@ -261,6 +261,18 @@ def test_coupled_sampling_equals_autoregressive_token_for_token(target, drafter_
         assert whole.all()
 
 
+def assert_draft_cache_is_exact(target_params, drafter_params, state, **options):
+    """Over live entries it equals the cache of a state made from the committed text."""
+    texts = [t[:n].tolist() for t, n in zip(state.tokens_BS, state.length_B.tolist(), strict=True)]
+    options = {"max_new_tokens": 1, **options}
+    fresh = init_decode_state(target_params, drafter_params, texts, **options)
+    for row, text in enumerate(texts):
+        for old, new in zip(state.drafter_state.cache, fresh.drafter_state.cache, strict=True):
+            for a, b in zip(old, new, strict=True):
+                live = len(text) - 1
+                np.testing.assert_allclose(a[row, :, :live], b[row, :, :live], 1e-4, 1e-4)
+
+
 def test_draft_model_cache_after_ten_full_acceptances(target):
     drafter = load_drafter(target, target)
     config = DecodeConfig(3)
@@ -271,15 +283,7 @@ def test_draft_model_cache_after_ten_full_acceptances(target):
     for _ in range(10):
         state, out = jitted_step(target.params, drafter.params, state, **static)
         assert out.accepted_B.tolist() == [3] * 4
-    texts = [t[:n].tolist() for t, n in zip(state.tokens_BS, state.length_B.tolist(), strict=True)]
-    fresh = init_decode_state(
-        target.params, drafter.params, texts, max_new_tokens=1, max_len=120, **static
-    )
-    for row, text in enumerate(texts):
-        for old, new in zip(state.drafter_state.cache, fresh.drafter_state.cache, strict=True):
-            for a, b in zip(old, new, strict=True):
-                live = len(text) - 1
-                np.testing.assert_allclose(a[row, :, :live], b[row, :, :live], 1e-4, 1e-4)
+    assert_draft_cache_is_exact(target.params, drafter.params, state, max_len=120, **static)
 
 
 def test_draft_model_cache_after_random_accept_lengths(target):
@@ -294,15 +298,7 @@ def test_draft_model_cache_after_random_accept_lengths(target):
         state, out = jitted_step(target.params, drafter.params, state, **static)
         lengths |= set(out.accepted_B.tolist())
     assert len(lengths) > 1
-    texts = [t[:n].tolist() for t, n in zip(state.tokens_BS, state.length_B.tolist(), strict=True)]
-    fresh = init_decode_state(
-        target.params, drafter.params, texts, max_new_tokens=1, **options, **static
-    )
-    for row, text in enumerate(texts):
-        for old, new in zip(state.drafter_state.cache, fresh.drafter_state.cache, strict=True):
-            for a, b in zip(old, new, strict=True):
-                live = len(text) - 1
-                np.testing.assert_allclose(a[row, :, :live], b[row, :, :live], 1e-4, 1e-4)
+    assert_draft_cache_is_exact(target.params, drafter.params, state, **options, **static)
 
 
 def test_different_vocabularies_are_refused(target):

@@ -59,7 +59,7 @@ class _Reader(GGUFReader):
     def _get_field_parts(self, orig_offs: int, raw_type: Any) -> tuple[int, list, list, list]:
         if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
             return super()._get_field_parts(orig_offs, raw_type)
-        view, offset = memoryview(self.data), orig_offs + 12
+        view, offset = self.data.data, orig_offs + 12
         kind, count = struct.unpack_from("<IQ", view, orig_offs)
         kind = GGUFValueType(kind)
         if kind in self.gguf_scalar_to_np:

@@ -282,6 +282,6 @@ def _logits(target: specjax.Target, tokens: list[int]) -> jax.Array:
 
 def _runs_exactly(target: specjax.Target) -> bool:
     """Whether the target's own passes are float32 at highest matmul precision."""
-    precision = jax.config.jax_default_matmul_precision
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     full = jax.default_backend() == "cpu" or precision in ("highest", "float32")
     return target.dtype == "float32" and full

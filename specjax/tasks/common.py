@@ -52,7 +52,8 @@ def enable_compilation_cache(folder: str) -> None:
       folder: where; "auto" is a folder in the user's cache directory unless JAX has been
         given one already; "off" leaves JAX's setting alone.
     """
-    if folder == "off" or (folder == "auto" and jax.config.jax_compilation_cache_dir):
+    already = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if folder == "off" or (folder == "auto" and already):
         return
     if folder == "auto":
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

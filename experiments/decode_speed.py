@@ -10,8 +10,10 @@ is left out. Prints a table, writes JSON and a PNG beside it.
 
 import argparse
 import dataclasses
+import json
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,14 +30,22 @@ from specjax.api import encode_prompts
 from specjax.checkpoints.dtype import resolve_dtype
 from specjax.data.prompts import builtin_prompt, find_prompt_files, read_prompts
 from specjax.decoding.loop import decode, init_decode_state
-from specjax.decoding.types import DraftDist, Proposal
-from specjax.drafters import NoDrafter
+from specjax.decoding.types import DraftDist, Proposal, SamplingState
+from specjax.drafters import DSpark, NoDrafter, init_dspark
 from specjax.evaluation.report import environment, format_table, write_json
 from specjax.models.layers import matmul
 from specjax.tasks.common import enable_compilation_cache
 
 LIVE = 200  # tokens in the cache when a measurement begins
 SHORT, LONG = 500, 4000  # room of a row: 512 and 4096 slots
+# A DSpark drafter of which 30 MB in bfloat16 hold all but what is the target's.
+DSPARK = {
+    "num_layers": 2,
+    "taps": (1, 14, 27),
+    "markov_rank": 64,
+    "draft_vocab": range(12_288),
+    "candidates": 64,
+}
 Timed = Callable[[], float]  # seconds of one round, step or pass
 
 
@@ -64,6 +74,9 @@ class FixedDrafter:
 def main() -> None:
     """Runs the experiment."""
     arguments = _parse_arguments()
+    if arguments.peer:
+        print(json.dumps(transformers_tokens_per_second(arguments.peer)))
+        return
     enable_compilation_cache("auto")
     repeats, rounds = (2, 4) if arguments.smoke else (7, 24)
     positions = (1, 8) if arguments.smoke else (1, 2, 4, 8, 16, 32, 64, 100)
@@ -76,7 +89,7 @@ def main() -> None:
             by_dtype[dtype]["prompt_lookup"] = prompt_lookup(
                 target, arguments.prompts, 1 if arguments.smoke else 10
             )
-    peer = transformers_tokens_per_second(1 if arguments.smoke else 5)
+    peer = peer_tokens_per_second(arguments.peer_python, 1 if arguments.smoke else 5)
     chosen = by_dtype[auto]
     result = {
         "command": shlex.join(sys.argv),
@@ -108,8 +121,18 @@ def measure(
         "round8_top_p": {"temperature_B": 1.0, "top_p_B": 0.9},
     }.items():
         timed[name] = rounds_of(
-            target, rounds, draft_len=7, q_logits=q_logits.astype(jnp.float32), **sampling
+            target, rounds, draft_len=7, drafter_params=q_logits.astype(jnp.float32), **sampling
         )
+    key = jax.random.key(0)
+    dspark, dspark_params = init_dspark(target, key, **DSPARK)
+    plain = {"markov_rank": 0, "confidence_with_markov": False}
+    timed["proposal7"] = proposals_of(target, dspark, dspark_params, rounds)
+    timed["proposal7_no_head"] = proposals_of(
+        target, *init_dspark(target, key, **DSPARK | plain), rounds
+    )
+    timed["round8_dspark"] = rounds_of(
+        target, rounds, draft_len=7, drafter=dspark, drafter_params=dspark_params
+    )
     for count in positions:
         timed[f"pass{count}"] = passes_of(target, rounds, count)
         timed[f"matmuls{count}"] = matmuls_of(target, rounds, count)
@@ -124,6 +147,8 @@ def measure(
         },
         "long_cache_over_short": ms["step_long_cache"] / ms["step"],
         "rows32_over_row1": 32 * ms["step"] / ms["step_32_rows"],
+        "proposal7_over_step": ms["proposal7"] / ms["step"],
+        "head_over_round": (ms["proposal7"] - ms["proposal7_no_head"]) / ms["round8_dspark"],
     }
     return {"ms": ms, "ratios": ratios, "tokens_per_second": 1e3 / ms["step"]}
 
@@ -135,11 +160,12 @@ def rounds_of(
     batch: int = 1,
     room: int = SHORT,
     draft_len: int = 0,
-    q_logits: jax.Array | None = None,
+    drafter: Any = FixedDrafter(),  # frozen
+    drafter_params: Any = None,
     **sampling: float,
 ) -> Timed:
     """Seconds of one round of `decode`, from LIVE tokens on."""
-    drafter = FixedDrafter() if draft_len else NoDrafter()
+    drafter = drafter if draft_len else NoDrafter()
     static: dict[str, Any] = {
         "target": target.model,
         "drafter": drafter,
@@ -150,7 +176,7 @@ def rounds_of(
     def run() -> float:
         state = init_decode_state(
             target.params,
-            q_logits,
+            drafter_params,
             prompts,
             max_new_tokens=rounds + 1,
             max_len=room,
@@ -159,7 +185,7 @@ def rounds_of(
         )
         jax.block_until_ready(state)
         start = time.perf_counter()
-        state = jax.block_until_ready(decode(target.params, q_logits, state, **static))
+        state = jax.block_until_ready(decode(target.params, drafter_params, state, **static))
         return (time.perf_counter() - start) / int(jnp.max(state.stats.rounds_B))
 
     return run
@@ -180,6 +206,31 @@ def passes_of(target: specjax.Target, passes: int, count: int) -> Timed:
 
     cache = target.model.init_cache(1, 512)
     return lambda: _seconds(lambda: loop(target.params, cache)) / passes
+
+
+def proposals_of(target: specjax.Target, drafter: DSpark, params: Any, rounds: int) -> Timed:
+    """Seconds of one greedy proposal of 7, whatever the target would say to it."""
+
+    @jax.jit
+    def loop(params: Any, state: Any, sampling: Any, keys: Any) -> Any:
+        def propose(i: Any, anchor_B: Any) -> Any:
+            proposal, _ = drafter.propose(
+                params, state, anchor_B, jnp.array([LIVE]), sampling, keys
+            )
+            # All that a round would use goes into the next anchor, or it would be left out.
+            used = jnp.max(proposal.confidence_BG) + jnp.max(proposal.dist.logits_BGC)
+            return proposal.tokens_BG[:, -1] + (used > 1e9).astype(jnp.int32)
+
+        return lax.fori_loop(0, rounds, propose, jnp.array([5]))
+
+    sampling = SamplingState(
+        specjax.SamplingParams().rows(1, target.model.vocab_size),
+        jnp.full((1, 1), -1),
+        jnp.array([1]),
+    )
+    keys = jax.random.split(jax.random.key(0), (1, 7))
+    state = drafter.init_state(1, 512)
+    return lambda: _seconds(lambda: loop(params, state, sampling, keys)) / rounds
 
 
 def matmuls_of(target: specjax.Target, passes: int, count: int) -> Timed:
@@ -227,6 +278,13 @@ def prompt_lookup(target: specjax.Target, pattern: str | None, limit: int) -> di
                 seconds[method] += specjax.generate(target, how, [ids], **run).decode_seconds
         speedups[name] = seconds["plain"] / seconds["lookup"]
     return speedups
+
+
+def peer_tokens_per_second(python: str, repeats: int) -> float | None:
+    """What `transformers_tokens_per_second` says in a process, or environment, of its own."""
+    command = [python, __file__, f"--peer={repeats}", "--out=-"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 def transformers_tokens_per_second(repeats: int) -> float | None:
@@ -314,6 +372,12 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--prompts", help="glob of prompt files for prompt lookup")
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        help="interpreter in which PyTorch and specjax are installed, if not in this one",
+    )
+    parser.add_argument("--peer", type=int, help=argparse.SUPPRESS)  # its own runs of it
     parser.add_argument("--smoke", action="store_true", help="few repeats, few sizes")
     return parser.parse_args()
 

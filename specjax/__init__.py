@@ -1,6 +1,7 @@
 """Lossless speculative decoding for JAX."""
 
 from specjax.api import GenerationResult, TokenLogProbs, generate, stream_text
+from specjax.checkpoints.drafters import load_drafter
 from specjax.checkpoints.targets import load_target
 from specjax.decoding.loop import decode, init_decode_state, stream
 from specjax.decoding.sampling import draw_draft
@@ -18,7 +19,7 @@ from specjax.decoding.types import (
     TargetModel,
     TargetOutput,
 )
-from specjax.drafters import Drafter, load_drafter
+from specjax.drafters import Drafter
 from specjax.models.target import Target
 
 __all__ = [

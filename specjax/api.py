@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from specjax.decoding.loop import TokenIds, decode, init_decode_state, stream
-from specjax.decoding.schedule import POLICIES
+from specjax.decoding.schedule import Policy, parse_policy
 from specjax.decoding.types import DecodeConfig, DecodeState, RoundStats, SamplingParams
 from specjax.drafters import Drafter, NoDrafter
 from specjax.models.target import Target
@@ -66,7 +66,7 @@ def generate(
     sampling: SamplingParams | None = None,
     draft_len: int = 7,
     acceptance: str = "rejection",
-    policy: str = "full",
+    policy: str | Policy = "full",
     chat: bool = True,
     n: int = 1,
     logprobs: bool = False,
@@ -84,7 +84,8 @@ def generate(
       sampling: temperatures and seeds, for all prompts or for each; None is greedy.
       draft_len: γ, tokens drafted a round.
       acceptance: "rejection" or "coupled".
-      policy: how many drafts to verify: "full".
+      policy: how many drafts to verify: "full", "threshold:T" (those before the first of
+        confidence below T), or a policy of your own (specjax.decoding.schedule).
       chat: put strings through the target's chat template as a user's message.
       n: outputs for each prompt. Those of prompt i are entries i*n to i*n + n - 1 of the
         result. One seed s gives entry k the seed s + k; seeds given for each prompt give
@@ -133,7 +134,7 @@ def stream_text(
     sampling: SamplingParams | None = None,
     draft_len: int = 7,
     acceptance: str = "rejection",
-    policy: str = "full",
+    policy: str | Policy = "full",
     chat: bool = True,
     stop: str | Sequence[str] | None = None,
     stop_ids: Sequence[int] | np.ndarray | None = None,
@@ -153,7 +154,8 @@ def stream_text(
       sampling: temperature and seed; None is greedy.
       draft_len: γ, tokens drafted a round.
       acceptance: "rejection" or "coupled".
-      policy: how many drafts to verify: "full".
+      policy: how many drafts to verify: "full", "threshold:T" (those before the first of
+        confidence below T), or a policy of your own (specjax.decoding.schedule).
       chat: put a string through the target's chat template as a user's message.
       stop: strings that end the text, one or several.
       stop_ids: tokens that end it; None takes the target's own.
@@ -339,11 +341,10 @@ def _program(
     drafter: Drafter | None,
     draft_len: int,
     acceptance: str,
-    policy: str,
+    policy: str | Policy,
     logprobs: bool = False,
 ) -> _Program:
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}: known are {sorted(POLICIES)}")
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
     drafter = drafter or Drafter(NoDrafter(), (), "none")
     if not isinstance(drafter, Drafter):
         raise ValueError(
@@ -351,7 +352,7 @@ def _program(
             f"got {drafter!r}"
         )
     draft_len = 0 if isinstance(drafter.model, NoDrafter) else draft_len
-    config = DecodeConfig(draft_len, POLICIES[policy], acceptance, logprobs)
+    config = DecodeConfig(draft_len, policy, acceptance, logprobs)
     static = {"target": target.model, "drafter": drafter.model, "config": config}
     return _Program(target, drafter, static)
 

@@ -138,8 +138,25 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     raise CheckpointError(f"rope type {kind!r} is not supported: known are default, llama3")
 
 
-def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
-    """Llama 1 to 3 and all that share their architecture (SmolLM2, TinyLlama, ...)."""
+def raw_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The `rope_parameters` of config.json that stand for a rotary embedding."""
+    raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind == "llama3":
+        raw |= {
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_len,
+        }
+    return raw
+
+
+def _transformer_config(config: Mapping[str, Any], **particular: Any) -> TransformerConfig:
+    """What the families have in common; `particular` are fields of the family's own.
+
+    Raises:
+      CheckpointError: options that we do not implement, or missing or wrong values.
+    """
     _refuse(
         config,
         {
@@ -161,7 +178,6 @@ def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
     num_heads = get_size(config, "num_attention_heads")
     try:
         return TransformerConfig(
-            architecture="llama",
             vocab_size=get_size(config, "vocab_size"),
             width=width,
             mlp_width=get_size(config, "intermediate_size"),
@@ -173,11 +189,23 @@ def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
             max_len=get_size(config, "max_position_embeddings", 2048),
             rope=_rope(config),
             tied_head=bool(tied),
+            **particular,
         )
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"the configuration makes no model: {error}") from error
+
+
+def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """Llama 1 to 3 and all that share their architecture (SmolLM2, TinyLlama, ...)."""
+    return _transformer_config(config, architecture="llama")
+
+
+def _qwen3_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """Qwen3, dense: Llama with normalised queries and keys."""
+    _refuse(config, {"use_sliding_window": False})
+    return _transformer_config({"head_dim": 128, **config}, architecture="qwen3", qk_norm=True)
 
 
 _LLAMA = Architecture(
@@ -218,5 +246,23 @@ _LLAMA = Architecture(
     ignored=re.compile(r"(.*\.rotary_emb\.inv_freq|rope_freqs\.weight)"),
 )
 
+_QWEN3 = Architecture(
+    config=_qwen3_config,
+    weights={
+        # GGUF keeps the rotary order of Hugging Face for this family.
+        **{
+            path: dataclasses.replace(weight, gguf_interleaved_heads=None)
+            for path, weight in _LLAMA.weights.items()
+        },
+        "layer_{i}/attention/q_norm/scale": Weight(
+            "model.layers.{i}.self_attn.q_norm.weight", "blk.{i}.attn_q_norm.weight"
+        ),
+        "layer_{i}/attention/k_norm/scale": Weight(
+            "model.layers.{i}.self_attn.k_norm.weight", "blk.{i}.attn_k_norm.weight"
+        ),
+    },
+    ignored=_LLAMA.ignored,
+)
+
 # By model_type of config.json, which is also general.architecture of GGUF.
-ARCHITECTURES: Mapping[str, Architecture] = {"llama": _LLAMA}
+ARCHITECTURES: Mapping[str, Architecture] = {"llama": _LLAMA, "qwen3": _QWEN3}

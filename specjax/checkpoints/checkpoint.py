@@ -1,7 +1,7 @@
 """What a file format offers, and the one loop that turns it into parameters."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.traverse_util
@@ -62,23 +62,53 @@ def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -
         raise CheckpointError(
             f"missing tensors: {len(checkpoint.tensors)} cannot make {config.num_layers} layers"
         )
-    tree = TransformerTarget(config).param_shapes()
-    shapes: dict[str, Any] = {**flax.traverse_util.flatten_dict(tree, sep="/")}
+    shapes = TransformerTarget(config).param_shapes()
     weights = checkpoint.architecture.layer_weights(config.num_layers)
     names = {path: getattr(weight, checkpoint.format) for path, weight in weights.items()}
-    expected = {names[path]: leaf.shape for path, leaf in shapes.items()}
     # A tied head may be stored although it is the embedding.
     ignored = checkpoint.architecture.ignored
     harmless = {*names.values(), *filter(ignored.fullmatch, checkpoint.tensors)}
-    _check_tensors(checkpoint.tensors, expected, harmless)
 
-    def read(path: str) -> jax.Array:
-        array = _finite(checkpoint.tensors[names[path]].read(), names[path])
-        if checkpoint.format == "gguf":
-            array = _half_split(array, weights[path], config)
+    def convert(path: str, array: np.ndarray) -> np.ndarray:
+        return _half_split(array, weights[path], config) if checkpoint.format == "gguf" else array
+
+    return read_params(checkpoint.tensors, shapes, names, dtype, harmless, convert)
+
+
+def read_params(
+    tensors: Mapping[str, StoredTensor],
+    shapes: PyTree,
+    names: Mapping[str, str],
+    dtype: str,
+    harmless: Collection[str] = (),
+    convert: Callable[[str, np.ndarray], np.ndarray] = lambda path, array: array,
+) -> PyTree:
+    """Parameters of the given shapes, read one by one.
+
+    Args:
+      tensors: that the checkpoint has.
+      shapes: pytree of `jax.ShapeDtypeStruct`.
+      names: tensor of each parameter path ("layer_0/mlp/up_proj/weight").
+      dtype: of the matrices; vectors become float32, integers stay.
+      harmless: further tensors that may be there.
+      convert: applied to each parameter's path and array in float32.
+
+    Raises:
+      CheckpointError: as `load_params`.
+    """
+    flat: dict[str, Any] = {**flax.traverse_util.flatten_dict(shapes, sep="/")}
+    expected = {names[path]: leaf.shape for path, leaf in flat.items()}
+    _check_tensors(tensors, expected, {*expected, *harmless})
+
+    def read(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        array = tensors[names[path]].read()
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.array(array, leaf.dtype)
+        array = convert(path, _finite(array, names[path]))
         return jnp.array(array, dtype if array.ndim == 2 else "float32")
 
-    return flax.traverse_util.unflatten_dict({path: read(path) for path in shapes}, sep="/")
+    arrays = {path: read(path, leaf) for path, leaf in flat.items()}
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")
 
 
 def _check_tensors(
@@ -109,6 +139,8 @@ def _check_tensors(
 
 def _finite(array: np.ndarray, name: str) -> np.ndarray:
     """The array in float32."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise CheckpointError(f"tensor {name} holds {array.dtype} where numbers are expected")
     with np.errstate(invalid="ignore", over="ignore"):
         array = np.asarray(array, np.float32)
         total = np.sum(array, dtype=np.float64)  # which finite float32 values cannot exceed

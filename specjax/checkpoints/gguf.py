@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 
-from specjax.checkpoints.architectures import get_architecture, get_number, get_size
+from specjax.checkpoints.architectures import get_architecture, get_number, get_size, raw_rope
 from specjax.checkpoints.checkpoint import Checkpoint, StoredTensor
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.gguf_tokenizer import build_tokenizer
@@ -162,7 +162,7 @@ def _rope_parameters(
         raise CheckpointError(f"rope scaling {kind!r} by {factor} is not supported in GGUF files")
     theta = get_number(options, "rope.freq_base", 10_000.0)
     if divisors is None:
-        return {"rope_type": "default", "rope_theta": theta}
+        return raw_rope(RopeConfig(theta=theta))
     head_dim = get_size(config, "head_dim")
     if head_dim % 2 or divisors.shape != (head_dim // 2,):
         raise CheckpointError(
@@ -189,14 +189,7 @@ def _rope_parameters(
             f"high_freq_factor 4, {rope.original_max_len} original positions), the only one "
             f"supported in GGUF files: load the model from its Hugging Face directory"
         )
-    return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_len,
-    }
+    return raw_rope(rope)
 
 
 def _stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:

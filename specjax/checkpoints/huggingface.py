@@ -18,7 +18,7 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_KINDS = ("F64", "F32", "F16", "BF16", "I32")
 
 
 def open_huggingface(directory: Path) -> Checkpoint:
@@ -31,18 +31,23 @@ def open_huggingface(directory: Path) -> Checkpoint:
         inside = sorted(path.name for path in directory.glob("*.gguf"))
         hint = f"; to load a GGUF file, give its path ({inside[0]})" if inside else ""
         raise CheckpointError(f"the directory {directory} has no config.json{hint}")
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     return Checkpoint(
         format="huggingface",
         architecture=get_architecture(config),
         config=config,
-        tensors=_open_weights(directory),
+        tensors=open_weights(directory),
         tokenizer=_load_tokenizer(directory),
         stop_ids=_stop_ids(directory, config),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+      CheckpointError: not such a file.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -52,7 +57,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_weights(directory: Path) -> dict[str, StoredTensor]:
+def open_weights(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory's safetensors file or files, which stay on disk.
+
+    Raises:
+      CheckpointError: there are none, or they are damaged.
+    """
     if (directory / _WEIGHTS).is_file():
         return _open_shard(directory / _WEIGHTS)
     if (directory / _INDEX).is_file():
@@ -71,7 +81,7 @@ def _open_weights(directory: Path) -> dict[str, StoredTensor]:
 
 def _shards(index: Path) -> list[str]:
     """The shard files that an index names, all of which exist beside it."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' from tensor names to shards")
     shards = sorted({str(shard) for shard in weight_map.values()})
@@ -101,10 +111,10 @@ def _stored_tensor(file: Any, name: str, path: Path) -> StoredTensor:
     kind = stored.get_dtype()
 
     def read() -> np.ndarray:
-        if kind not in _FLOATS:
+        if kind not in _KINDS:
             raise CheckpointError(
                 f"tensor {name} of {path} is stored as {kind}: only "
-                f"{', '.join(_FLOATS)} are supported"
+                f"{', '.join(_KINDS)} are supported"
             )
         return file.get_tensor(name)
 
@@ -115,7 +125,7 @@ def _stop_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """generation_config.json has the last word; null there means no stop token."""
     source, name = config, "config.json"
     if (directory / "generation_config.json").is_file():
-        generation = _read_json(directory / "generation_config.json")
+        generation = read_json(directory / "generation_config.json")
         if "eos_token_id" in generation:
             source, name = generation, "generation_config.json"
     value = source.get("eos_token_id")

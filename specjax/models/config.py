@@ -61,6 +61,7 @@ class TransformerConfig:
       max_len: longest sequence (prompt and output) the model was made for.
       rope: rotary embedding.
       tied_head: logits reuse the embedding matrix.
+      qk_norm: queries and keys are normalised, head by head, before they are rotated.
     """
 
     architecture: str
@@ -75,6 +76,7 @@ class TransformerConfig:
     max_len: int
     rope: RopeConfig = RopeConfig()
     tied_head: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         _check_positive(self)

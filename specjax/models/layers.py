@@ -32,6 +32,13 @@ class LayerCache(NamedTuple):
     v_BKSH: Float[Array, "B K S H"]
 
 
+class OwnBlock(NamedTuple):
+    """Keys and values of A blocks of G queries, each visible to its own block alone."""
+
+    k_BKAGH: Float[Array, "B K A G H"]
+    v_BKAGH: Float[Array, "B K A G H"]
+
+
 def matmul(x: Float[Array, "*rows I"], weight_OI: Float[Array, "O I"]) -> Float[Array, "*rows O"]:
     """`x @ weight.T` in the weight's dtype with float32 accumulation and result."""
     rows = x.reshape(-1, x.shape[-1]).astype(weight_OI.dtype)
@@ -59,15 +66,20 @@ def declare(
 
 
 class Linear(nn.Module):
-    """Matrix product without bias; `axes` name the (out, in) axes for sharding."""
+    """Matrix product, plus a bias if asked for; `axes` name the (out, in) axes for sharding."""
 
     features: int
     axes: tuple[str, str]
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         shape = (self.features, x.shape[-1])
-        return matmul(x, declare(self, "weight", _matrix_init, shape, self.axes))
+        out = matmul(x, declare(self, "weight", _matrix_init, shape, self.axes))
+        if self.use_bias:
+            bias_O = declare(self, "bias", nn.initializers.zeros, shape[:1], self.axes[:1])
+            out = out + bias_O.reshape((1,) * (out.ndim - 1) + (-1,))
+        return out
 
 
 class RMSNorm(nn.Module):
@@ -93,11 +105,11 @@ class Embedding(nn.Module):
         init, shape = nn.initializers.normal(0.02), (self.vocab_size, self.width)
         self.weight = declare(self, "weight", init, shape, ("vocab", "embed"))
 
-    def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.weight[tokens_BT].astype(jnp.float32)
+    def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        return self.weight[tokens].astype(jnp.float32)
 
-    def attend(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return matmul(x_BTD, self.weight)
+    def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        return matmul(x, self.weight)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[Array, " half"]:
@@ -142,13 +154,15 @@ def attend(
     q_positions_BT: Int[Array, "B T"],
     k_positions_BS: Int[Array, "B S"] | Int[Array, "1 S"],
     live: Int[Array, ""] | None = None,
+    own: OwnBlock | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245), softmax in float32.
 
     A query sees the keys at or before its position. Given `live`, the number of slots
     that any query may see, only the blocks of slots below it are read, with a running
     softmax (Milakov and Gimelshein, arXiv 1805.02867): the cost follows the live length,
-    not the cache's.
+    not the cache's. Given `own`, the queries are A blocks of G positions, and each sees
+    all keys of its own block besides.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads, slots = k_BKSH.shape[1:3]
@@ -160,6 +174,7 @@ def attend(
         .reshape(batch, num_kv_heads, groups * length, head_dim)
     ) * head_dim**-0.5
     q_positions_BQ = jnp.tile(q_positions_BT, (1, groups))
+    rows = q_BKQH.shape[:3]
 
     def scores(k_BKsH: Array, k_positions_Bs: Array) -> Array:
         scores_BKQs = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKsH.astype(jnp.float32))
@@ -168,6 +183,16 @@ def attend(
 
     def weigh(weights_BKQs: Array, v_BKsH: Array) -> Array:
         return jnp.einsum("BKQS,BKSH->BKQH", weights_BKQs, v_BKsH.astype(jnp.float32))
+
+    def own_scores(k_BKAGH: Array) -> Array:
+        q_BKrAGH = q_BKQH.reshape(*rows[:2], groups, *k_BKAGH.shape[2:])
+        scores_BKrAGg = jnp.einsum("BKrAGH,BKAgH->BKrAGg", q_BKrAGH, k_BKAGH)
+        return scores_BKrAGg.reshape(*rows, -1)
+
+    def weigh_own(weights_BKQg: Array, v_BKAGH: Array) -> Array:
+        weights_BKrAGg = weights_BKQg.reshape(*rows[:2], groups, *v_BKAGH.shape[2:4], -1)
+        out_BKrAGH = jnp.einsum("BKrAGg,BKAgH->BKrAGH", weights_BKrAGg, v_BKAGH)
+        return out_BKrAGH.reshape(q_BKQH.shape)
 
     def add_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest_BKQ1, total_BKQ1, sum_BKQH = carry
@@ -183,12 +208,25 @@ def attend(
         return new_BKQ1, total_BKQ1, sum_BKQH * shrink_BKQ1 + weigh(weights_BKQs, block(v_BKSH, 2))
 
     if live is None or slots % BLOCK or slots == BLOCK:
-        out_BKQH = weigh(jax.nn.softmax(scores(k_BKSH, k_positions_BS), axis=-1), v_BKSH)
+        scores_BKQs = scores(k_BKSH, k_positions_BS)
+        if own is None:
+            out_BKQH = weigh(jax.nn.softmax(scores_BKQs, axis=-1), v_BKSH)
+        else:
+            both = jnp.concatenate([scores_BKQs, own_scores(own.k_BKAGH)], axis=-1)
+            weights_BKQs, own_BKQg = jnp.split(jax.nn.softmax(both, axis=-1), [slots], axis=-1)
+            out_BKQH = weigh(weights_BKQs, v_BKSH) + weigh_own(own_BKQg, own.v_BKAGH)
     else:
-        row_BKQ1 = jnp.zeros((*q_BKQH.shape[:3], 1), jnp.float32)
-        empty = (row_BKQ1 + 2 * _MASKED, row_BKQ1, jnp.zeros_like(q_BKQH))
+        if own is None:
+            row_BKQ1 = jnp.zeros((*rows, 1), jnp.float32)
+            start = (row_BKQ1 + 2 * _MASKED, row_BKQ1, jnp.zeros_like(q_BKQH))
+        else:
+            scores_BKQg = own_scores(own.k_BKAGH)
+            largest_BKQ1 = jnp.max(scores_BKQg, axis=-1, keepdims=True)
+            weights_BKQg = jnp.exp(scores_BKQg - largest_BKQ1)
+            total_BKQ1 = jnp.sum(weights_BKQg, axis=-1, keepdims=True)
+            start = (largest_BKQ1, total_BKQ1, weigh_own(weights_BKQg, own.v_BKAGH))
         blocks = jnp.clip((live + BLOCK - 1) // BLOCK, 1, slots // BLOCK).astype(jnp.int32)
-        _, total_BKQ1, sum_BKQH = lax.fori_loop(0, blocks, add_block, empty)
+        _, total_BKQ1, sum_BKQH = lax.fori_loop(0, blocks, add_block, start)
         out_BKQH = sum_BKQH / total_BKQ1
     return (
         out_BKQH.reshape(batch, num_kv_heads, groups, length, head_dim)
@@ -198,27 +236,29 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Causal self-attention over the cache, or over the pass itself without one."""
+    """Self-attention, causal over a cache or injected with another model's context."""
 
     config: TransformerConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        self.q_proj = Linear(c.num_heads * c.head_dim, ("heads", "embed"))
+        self.k_proj = Linear(c.num_kv_heads * c.head_dim, ("kv_heads", "embed"))
+        self.v_proj = Linear(c.num_kv_heads * c.head_dim, ("kv_heads", "embed"))
+        self.o_proj = Linear(c.width, ("embed", "heads"))
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.norm_eps)
+            self.k_norm = RMSNorm(c.norm_eps)
+
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
         positions_BT: Int[Array, "B T"],
         cache: LayerCache | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        c = self.config
-        batch, length = positions_BT.shape
-
-        def heads(name: str, count: int, axis: str) -> Array:
-            out = Linear(count * c.head_dim, (axis, "embed"), name=name)(x_BTD)
-            return out.reshape(batch, length, count, c.head_dim)
-
-        q_BTNH = rotate(heads("q_proj", c.num_heads, "heads"), positions_BT, c.rope)
-        k_BTKH = rotate(heads("k_proj", c.num_kv_heads, "kv_heads"), positions_BT, c.rope)
-        v_BTKH = heads("v_proj", c.num_kv_heads, "kv_heads")
+        """Causal, over the cache or, without one, over the pass itself."""
+        q_BTNH = self._queries(x_BTD, positions_BT)
+        k_BTKH, v_BTKH = self.keys_values(x_BTD, positions_BT)
         if cache is None:
             k_BKSH, v_BKSH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
             slots_BS, live = positions_BT, None
@@ -231,8 +271,55 @@ class Attention(nn.Module):
                 jnp.max(positions_BT) + 1,
             )
         out_BTNH = attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, slots_BS, live)
-        out = out_BTNH.reshape(batch, length, c.num_heads * c.head_dim)
-        return Linear(c.width, ("embed", "heads"), name="o_proj")(out), cache
+        return self._output(out_BTNH), cache
+
+    def inject(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        positions_BT: Int[Array, "B T"],
+        context: LayerCache,
+        anchors_BA: Int[Array, "B A"],
+        live: Int[Array, ""] | None,
+    ) -> Float[Array, "B T D"]:
+        """A blocks of T / A positions: each sees the context before its anchor, and itself."""
+        batch, length, _ = x_BTD.shape
+        blocks = anchors_BA.shape[1]
+
+        def split(new_BTKH: Array) -> Array:
+            heads = new_BTKH.shape[2:]
+            return new_BTKH.reshape(batch, blocks, -1, *heads).transpose(0, 3, 1, 2, 4)
+
+        k_BTKH, v_BTKH = self.keys_values(x_BTD, positions_BT)
+        out_BTNH = attend(
+            self._queries(x_BTD, positions_BT),
+            *context,
+            jnp.repeat(anchors_BA - 1, length // blocks, axis=1),
+            jnp.arange(context.k_BKSH.shape[2], dtype=jnp.int32)[None],
+            live,
+            OwnBlock(split(k_BTKH), split(v_BTKH)),
+        )
+        return self._output(out_BTNH)
+
+    def keys_values(
+        self, x_BTD: Float[Array, "B T D"], positions_BT: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        k_BTKH = self._heads(self.k_proj(x_BTD))
+        if self.config.qk_norm:
+            k_BTKH = self.k_norm(k_BTKH)
+        k_BTKH = rotate(k_BTKH, positions_BT, self.config.rope)
+        return k_BTKH, self._heads(self.v_proj(x_BTD))
+
+    def _queries(self, x_BTD: Array, positions_BT: Array) -> Array:
+        q_BTNH = self._heads(self.q_proj(x_BTD))
+        if self.config.qk_norm:
+            q_BTNH = self.q_norm(q_BTNH)
+        return rotate(q_BTNH, positions_BT, self.config.rope)
+
+    def _heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1, self.config.head_dim)
+
+    def _output(self, out_BTNH: Array) -> Array:
+        return self.o_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
 
 
 class MLP(nn.Module):
@@ -253,16 +340,33 @@ class Block(nn.Module):
 
     config: TransformerConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        self.attention_norm = RMSNorm(self.config.norm_eps)
+        self.attention = Attention(self.config)
+        self.mlp_norm = RMSNorm(self.config.norm_eps)
+        self.mlp = MLP(self.config)
+
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
         positions_BT: Int[Array, "B T"],
         cache: LayerCache | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        eps = self.config.norm_eps
-        normed = RMSNorm(eps, name="attention_norm")(x_BTD)
-        mixed, cache = Attention(self.config, name="attention")(normed, positions_BT, cache)
-        x_BTD = x_BTD + mixed
-        normed = RMSNorm(eps, name="mlp_norm")(x_BTD)
-        return x_BTD + MLP(self.config, name="mlp")(normed), cache
+        mixed, cache = self.attention(self.attention_norm(x_BTD), positions_BT, cache)
+        return self._add_mlp(x_BTD + mixed), cache
+
+    def inject(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        positions_BT: Int[Array, "B T"],
+        context: LayerCache,
+        anchors_BA: Int[Array, "B A"],
+        live: Int[Array, ""] | None,
+    ) -> Float[Array, "B T D"]:
+        """With attention over injected context; see `Attention.inject`."""
+        normed = self.attention_norm(x_BTD)
+        mixed = self.attention.inject(normed, positions_BT, context, anchors_BA, live)
+        return self._add_mlp(x_BTD + mixed)
+
+    def _add_mlp(self, x_BTD: Array) -> Array:
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))

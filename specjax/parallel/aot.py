@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from specjax.checkpoints.drafters import load_drafter
 from specjax.decoding.loop import allocate
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import (
@@ -26,7 +27,7 @@ from specjax.decoding.types import (
     RoundOutput,
     SamplingParams,
 )
-from specjax.drafters import Drafter, load_drafter
+from specjax.drafters import Drafter
 from specjax.models.config import RopeConfig, TransformerConfig
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget

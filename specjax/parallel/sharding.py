@@ -30,6 +30,9 @@ DEFAULT_RULES: Rules = {
     "kv_heads": "model",
     "embed": None,
     "norm": None,
+    "taps": None,
+    "rank": None,
+    "scalar": None,
 }
 
 _CACHE_AXES = ("batch", "kv_heads", None, None)  # [B, K, S, H]

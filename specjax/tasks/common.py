@@ -64,7 +64,7 @@ def enable_compilation_cache(folder: str) -> None:
 def load_models(config: ConfigDict) -> tuple[specjax.Target, specjax.Drafter]:
     """The target and the drafter that the config names."""
     target = specjax.load_target(config.target, dtype=config.dtype)
-    return target, specjax.load_drafter(config.drafter, target)
+    return target, specjax.load_drafter(config.drafter, target, candidates=config.candidates)
 
 
 def decode_settings(config: ConfigDict, batch_size: int) -> Settings:

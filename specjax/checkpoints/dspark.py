@@ -1,0 +1,191 @@
+"""DSpark and DFlash checkpoints: DeepSpec's format, and specjax's own, which is like it.
+
+specjax's own leaves out the embedding and the head, which are the target's, and can hold
+a trimmed vocabulary; it has another name under `architectures`.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+import safetensors.numpy
+
+from specjax.checkpoints.architectures import get_architecture, get_size, raw_rope
+from specjax.checkpoints.checkpoint import read_params
+from specjax.checkpoints.errors import CheckpointError
+from specjax.checkpoints.huggingface import open_weights, read_json
+from specjax.decoding.types import PyTree
+from specjax.drafters.dspark import DSpark, DSparkConfig
+from specjax.drafters.dspark_init import TARGETS_OWN, attach_target, check_fits
+from specjax.models.target import Target
+
+_DEEPSPEC, _OWN = "Qwen3DSparkModel", "SpecjaxDSparkModel"
+
+_NAMES = {
+    "embed/weight": "embed_tokens.weight",
+    "lm_head/weight": "lm_head.weight",
+    "draft_ids": "draft_ids",
+    "fc/weight": "fc.weight",
+    "hidden_norm/scale": "hidden_norm.weight",
+    "final_norm/scale": "norm.weight",
+    "markov/w1/weight": "markov_head.markov_w1.weight",
+    "markov/w2/weight": "markov_head.markov_w2.weight",
+    "markov/gate_proj/weight": "markov_head.gate_proj.weight",
+    "markov/gate_proj/bias": "markov_head.gate_proj.bias",
+    "markov/joint_proj/weight": "markov_head.joint_proj.weight",
+    "markov/joint_proj/bias": "markov_head.joint_proj.bias",
+    "confidence/proj/weight": "confidence_head.proj.weight",
+    "confidence/proj/bias": "confidence_head.proj.bias",
+}
+
+
+def open_dspark(directory: Path, target: Target) -> tuple[DSpark, PyTree]:
+    """A DSpark or DFlash drafter and its parameters, matrices in the target's dtype.
+
+    Raises:
+      CheckpointError: files that are missing, damaged or of another kind; options that are
+        not supported; or a drafter that does not fit the target.
+    """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} is not a folder with a config.json")
+    raw = read_json(directory / "config.json")
+    kind = _kind(raw)
+    try:
+        model = DSpark(_config(raw))
+        check_fits(model, target)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    shapes = model.param_shapes()
+    if kind == _OWN:
+        shapes = {name: part for name, part in shapes.items() if name not in TARGETS_OWN}
+    names = tensor_names(model.config)
+    params = read_params(open_weights(directory), shapes, names, target.dtype)
+    return model, attach_target(model, params, target) if kind == _OWN else params
+
+
+def save_dspark(directory: Path, model: DSpark, params: PyTree) -> None:
+    """Writes a drafter in specjax's own format, all of it or nothing.
+
+    Args:
+      directory: must not exist yet.
+      model: the drafter.
+      params: its parameters; those that are the target's are left out.
+
+    Raises:
+      ValueError: the directory exists.
+    """
+    if directory.exists():
+        raise ValueError(f"{directory} exists: remove it, or give another folder")
+    flat = flax.traverse_util.flatten_dict(
+        {name: part for name, part in params.items() if name not in TARGETS_OWN}, sep="/"
+    )
+    names = tensor_names(model.config)
+    tensors = {names[path]: np.asarray(jax.device_get(leaf)) for path, leaf in flat.items()}
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        (partial / "config.json").write_text(json.dumps(_raw_config(model.config), indent=2))
+        safetensors.numpy.save_file(tensors, partial / "model.safetensors")
+        partial.chmod(0o755)  # what a plain mkdir gives, where the temporary folder is private
+        partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _kind(raw: Mapping[str, Any]) -> str:
+    kinds = raw.get("architectures")
+    kind = kinds[0] if isinstance(kinds, list) and kinds else None
+    if kind not in (_DEEPSPEC, _OWN):
+        raise CheckpointError(
+            f"architectures names {kind!r}, which is not a drafter that can be loaded: known are "
+            f"{_DEEPSPEC} (DSpark and DFlash of DeepSpec) and {_OWN}"
+        )
+    return kind
+
+
+def _config(raw: Mapping[str, Any]) -> DSparkConfig:
+    """The configuration; what DeepSpec's model class has no default for must be there.
+
+    Raises:
+      ValueError: missing or wrong values.
+    """
+    taps = raw.get("target_layer_ids")
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+        raise CheckpointError(f"target_layer_ids must be a list of layer indices, got {taps!r}")
+    rank = get_size(raw, "markov_rank")
+    confidence_head = _get_bool(raw, "enable_confidence_head")
+    # DeepSpec leaves these two out where the head they describe is off.
+    kind = raw.get("markov_head_type")
+    if rank and not isinstance(kind, str):
+        raise CheckpointError("the configuration lacks 'markov_head_type'")
+    return DSparkConfig(
+        backbone=get_architecture(raw).config(raw),
+        taps=tuple(taps),
+        block_size=get_size(raw, "block_size"),
+        mask_token_id=get_size(raw, "mask_token_id"),
+        markov_rank=rank,
+        markov_head=str(kind) if rank else "vanilla",
+        confidence_head=confidence_head,
+        confidence_with_markov=confidence_head and _get_bool(raw, "confidence_head_with_markov"),
+        draft_vocab_size=_get_optional_size(raw, "draft_vocab_size"),
+        candidates=_get_optional_size(raw, "candidates"),
+    )
+
+
+def _raw_config(config: DSparkConfig) -> dict[str, Any]:
+    backbone = config.backbone
+    return {
+        "architectures": [_OWN],
+        "model_type": "qwen3",
+        "vocab_size": backbone.vocab_size,
+        "hidden_size": backbone.width,
+        "intermediate_size": backbone.mlp_width,
+        "num_hidden_layers": backbone.num_layers,
+        "num_attention_heads": backbone.num_heads,
+        "num_key_value_heads": backbone.num_kv_heads,
+        "head_dim": backbone.head_dim,
+        "rms_norm_eps": backbone.norm_eps,
+        "max_position_embeddings": backbone.max_len,
+        "rope_parameters": raw_rope(backbone.rope),
+        "tie_word_embeddings": False,
+        "target_layer_ids": list(config.taps),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head,
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_with_markov,
+        "draft_vocab_size": config.draft_vocab_size,
+        "candidates": config.candidates,
+    }
+
+
+def _get_bool(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{key} must be true or false, got {value!r}")
+    return value
+
+
+def _get_optional_size(raw: Mapping[str, Any], key: str) -> int | None:
+    return None if raw.get(key) is None else get_size(raw, key)
+
+
+def tensor_names(config: DSparkConfig) -> dict[str, str]:
+    """Tensor by parameter path; a draft layer's are called as in the target's format."""
+    weights = get_architecture({"model_type": "qwen3"}).layer_weights(config.backbone.num_layers)
+    layers = {
+        path: weight.huggingface.removeprefix("model.")
+        for path, weight in weights.items()
+        if path.startswith("layer_")
+    }
+    return {**_NAMES, **layers}

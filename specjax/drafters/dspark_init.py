@@ -1,0 +1,202 @@
+"""New DSpark drafters, and what makes one fit a target."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from specjax.decoding.types import PyTree
+from specjax.drafters.dspark import DSpark, DSparkConfig
+from specjax.models.target import Target
+from specjax.models.transformer import TransformerTarget
+
+# Parameters that are the target's: frozen in training, and left out of specjax's checkpoints.
+TARGETS_OWN = ("embed", "lm_head")
+
+
+def init_dspark(
+    target: Target,
+    key: jax.Array,
+    *,
+    num_layers: int = 2,
+    taps: Sequence[int] | None = None,
+    block_size: int = 7,
+    mask_token_id: int | None = None,
+    draft_vocab: Sequence[int] | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> tuple[DSpark, PyTree]:
+    """A new drafter with random weights, which uses the target's embedding and head.
+
+    Args:
+      target: the model it will draft for; its layers give the sizes of the drafter's.
+      key: for the weights.
+      num_layers: of the backbone.
+      taps: context features; None takes five layers (fewer of a shallow target) from the
+        second to the last but two, evenly spread.
+      block_size: the longest draft.
+      mask_token_id: None chooses one that the target does not use (`unused_token`).
+      draft_vocab: ids of the tokens that may be drafted; None is all.
+      dtype: of the weight matrices; None is the target's.
+      options: further fields of `DSparkConfig`.
+
+    Raises:
+      ValueError: options that cannot be combined, or a target that is not ours.
+    """
+    model = target.model
+    if not isinstance(model, TransformerTarget):
+        raise ValueError("a new drafter needs a target loaded by specjax")
+    depth = model.config.num_layers
+    if taps is None:
+        taps = sorted({round(tap) for tap in np.linspace(min(1, depth - 2), max(depth - 3, 1), 5)})
+        taps = [tap for tap in taps if tap <= depth - 2]
+    ids = None if draft_vocab is None else check_draft_vocab(draft_vocab, model.vocab_size)
+    config = DSparkConfig(
+        backbone=dataclasses.replace(
+            model.config, architecture="qwen3", num_layers=num_layers, qk_norm=True, tied_head=False
+        ),
+        taps=tuple(taps),
+        block_size=block_size,
+        mask_token_id=unused_token(target) if mask_token_id is None else mask_token_id,
+        draft_vocab_size=None if ids is None else len(ids),
+        **options,
+    )
+    drafter = DSpark(config)
+    check_fits(drafter, target)
+
+    @jax.jit
+    def make(key: jax.Array) -> PyTree:
+        params = nn.unbox(drafter.init_params(key))
+        return {name: part for name, part in params.items() if name not in TARGETS_OWN}
+
+    weights = jnp.dtype(target.dtype if dtype is None else dtype)
+    params = jax.tree.map(lambda leaf: leaf.astype(weights) if leaf.ndim == 2 else leaf, make(key))
+    if ids is not None:
+        params["draft_ids"] = ids
+    return drafter, attach_target(drafter, params, target)
+
+
+def attach_target(model: DSpark, params: PyTree, target: Target) -> PyTree:
+    """The parameters with the target's embedding and (the drafter's rows of) its head.
+
+    Raises:
+      ValueError: a target that is not ours.
+    """
+    if not isinstance(target.model, TransformerTarget):
+        raise ValueError("a drafter that shares its target's embedding needs a target of specjax")
+    embed = target.params["embed"]
+    head = (embed if target.model.config.tied_head else target.params["lm_head"])["weight"]
+    if model.config.draft_vocab_size is not None:
+        head = head[params["draft_ids"]]
+    return {**params, "embed": embed, "lm_head": {"weight": head}}
+
+
+def restrict(
+    model: DSpark, params: PyTree, draft_vocab: Sequence[int] | None, candidates: int | None
+) -> tuple[DSpark, PyTree]:
+    """The drafter with a trimmed vocabulary, or with another number of candidates.
+
+    Args:
+      model: the drafter.
+      params: its parameters.
+      draft_vocab: ids of the tokens that may be drafted; None changes nothing.
+      candidates: as in `DSparkConfig`; 0 is all, None changes nothing.
+
+    Raises:
+      ValueError: ids outside the vocabulary or named twice, a drafter that is trimmed
+        already, or more candidates than tokens.
+    """
+    config = model.config
+    if draft_vocab is not None:
+        if config.draft_vocab_size is not None:
+            raise ValueError("the drafter's vocabulary is trimmed already")
+        ids = check_draft_vocab(draft_vocab, config.backbone.vocab_size)
+        params = {**params, "lm_head": {"weight": params["lm_head"]["weight"][ids]}}
+        if config.markov_rank:
+            w2 = {"weight": params["markov"]["w2"]["weight"][ids]}
+            params["markov"] = {**params["markov"], "w2": w2}
+        params["draft_ids"] = ids
+        config = dataclasses.replace(config, draft_vocab_size=len(ids))
+    if candidates is not None:
+        config = dataclasses.replace(config, candidates=candidates or None)
+    return DSpark(config), params
+
+
+def check_draft_vocab(ids: Sequence[int], vocab_size: int) -> Int[Array, " V"]:
+    """The ids in increasing order.
+
+    Raises:
+      ValueError: none, ids outside the vocabulary, or named twice.
+    """
+    values = np.asarray(ids)
+    if values.ndim != 1 or not len(values) or not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"draft_vocab must be a flat list of token ids, got {ids!r}")
+    if values.min() < 0 or values.max() >= vocab_size or len(np.unique(values)) < len(values):
+        raise ValueError(f"draft_vocab must be distinct token ids from 0 to {vocab_size - 1}")
+    return jnp.asarray(np.sort(values), jnp.int32)
+
+
+def check_fits(model: DSpark, target: Target) -> None:
+    """Makes sure that a drafter can draft for a target.
+
+    Raises:
+      ValueError: another vocabulary or width, taps that the target does not have, or a mask
+        token that ends sequences.
+    """
+    config, other = model.config, target.model
+    if config.backbone.vocab_size != other.vocab_size:
+        raise ValueError(
+            f"the drafter's vocabulary has {config.backbone.vocab_size} tokens and that of "
+            f"{target.name} {other.vocab_size}: it was made for another target"
+        )
+    if config.mask_token_id in target.stop_ids:
+        raise ValueError(
+            f"mask_token_id {config.mask_token_id} is an end-of-sequence token of {target.name}: "
+            f"a drafter trained so would learn to end; it needs a token that text does not have"
+        )
+    if not isinstance(other, TransformerTarget):
+        return
+    if config.backbone.width != other.config.width:
+        raise ValueError(
+            f"the drafter is {config.backbone.width} wide and {target.name} {other.config.width}: "
+            f"it was made for another target"
+        )
+    # Of the last layer some implementations store the normed state, so none may tap it.
+    if config.taps[-1] > other.config.num_layers - 2:
+        raise ValueError(
+            f"taps {config.taps} reach beyond layer {other.config.num_layers - 2}, the last but "
+            f"one of {target.name}: it was made for another target"
+        )
+
+
+def unused_token(target: Target) -> int:
+    """A token that the target's text does not have, to stand for what is to be drafted.
+
+    The tokeniser's mask token, or else an id past its vocabulary, or else the last of its
+    special tokens that has no part in sequences or chats.
+
+    Raises:
+      ValueError: there is none.
+    """
+    # Annotated by transformers with whatever its attributes may hold.
+    tokenizer: Any = target.tokenizer
+    vocab_size = target.model.vocab_size
+    hint = "name one with mask_token_id"
+    if tokenizer is None:
+        raise ValueError(f"{target.name} has no tokeniser to choose a mask token from: {hint}")
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id not in target.stop_ids:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < vocab_size:
+        return vocab_size - 1
+    template = str(tokenizer.chat_template or "")
+    used = {*target.stop_ids, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    used |= {tokenizer.pad_token_id, tokenizer.unk_token_id}
+    for token, index in sorted(tokenizer.get_added_vocab().items(), key=lambda item: -item[1]):
+        if index not in used and index < vocab_size and token not in template:
+            return index
+    raise ValueError(f"every token of {target.name} has a use: {hint}")

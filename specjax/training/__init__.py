@@ -1,0 +1,1 @@
+"""Losses and batches that drafters are trained with."""

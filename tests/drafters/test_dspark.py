@@ -1,0 +1,504 @@
+"""DSpark and DFlash against the recorded reference, and against their own training path."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.decoding.accept import accept_rejection
+from specjax.decoding.loop import decode, init_decode_state
+from specjax.decoding.sampling import draft_probs, process_logits
+from specjax.decoding.schedule import ThresholdPolicy
+from specjax.decoding.step import speculate_step
+from specjax.decoding.types import DecodeConfig, SamplingParams
+from specjax.drafters import Drafter, DSpark, DSparkConfig, NoDrafter, init_dspark
+from specjax.drafters.dspark import DSparkNet
+from specjax.drafters.dspark_init import restrict, unused_token
+from tests.drafters.golden import CLOSE, KINDS, golden_drafter, golden_target, recorded
+from tests.toys import sampling_state, tiny_target
+
+jitted_step = jax.jit(speculate_step, static_argnames=("target", "drafter", "config"))
+
+
+def method(drafter: Drafter, name: str, *args):
+    net = DSparkNet(drafter.model.config)
+    return jax.jit(lambda *args: net.apply({"params": drafter.params}, *args, method=name))(*args)
+
+
+def split_taps(features_BTC: np.ndarray, taps: int = 2) -> jnp.ndarray:
+    """The recorded features have the taps side by side."""
+    return jnp.asarray(features_BTC.reshape(*features_BTC.shape[:2], taps, -1))
+
+
+def observe(drafter, state, features_BTMD, start, count):
+    """Takes in the first `count` of one row's features; tokens and last hidden are not used."""
+    shape = features_BTMD.shape[:2]
+    return drafter.model.observe(
+        drafter.params, state, jnp.zeros(shape, jnp.int32), features_BTMD,
+        features_BTMD[:, :, 0], jnp.array([start]), jnp.array([count]),
+    )  # fmt: skip
+
+
+# --- The training pass -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_pass_equals_the_reference(kind):
+    drafter, gold = golden_drafter(kind), recorded(kind, "train")
+    anchors, keep = gold["anchor_positions"], gold["block_keep_mask"]
+    tokens = np.full(gold["prev_token_ids"].shape, drafter.model.config.mask_token_id, np.int32)
+    tokens[:, :, 0] = gold["prev_token_ids"][:, :, 0]
+    out = drafter.model.forward(
+        drafter.params,
+        split_taps(gold["target_hidden_states"]),
+        jnp.asarray(tokens),
+        jnp.asarray(gold["prev_token_ids"]),
+        jnp.asarray(anchors),
+    )
+    for got, name in zip(
+        out, ("output_hidden", "base_logits", "draft_logits", "confidence_pred"), strict=True
+    ):
+        if got is None:
+            assert kind == "dflash"
+            assert name not in gold
+        else:
+            np.testing.assert_allclose(got[keep], gold[name][keep], **CLOSE)
+
+
+def test_target_features_at_or_after_the_anchor_change_nothing():
+    drafter, gold = golden_drafter("dspark_rnn"), recorded("dspark_rnn", "train")
+    anchors = jnp.asarray(gold["anchor_positions"][:, :2])
+    tokens = jnp.asarray(gold["prev_token_ids"][:, :2])
+
+    def hidden(features):
+        out = drafter.model.forward(drafter.params, features, tokens, tokens, anchors)
+        return out.logits_BAGV[:, 1]
+
+    features = split_taps(gold["target_hidden_states"])
+    later = np.arange(features.shape[1])[None] >= np.asarray(anchors)[:, 1:]
+    noise = np.random.default_rng(0).normal(size=features.shape).astype(np.float32)
+    changed = features + noise * later[:, :, None, None]
+    np.testing.assert_array_equal(hidden(features), hidden(changed))
+    before = features + noise * ~later[:, :, None, None]
+    assert np.abs(hidden(features) - hidden(before)).max() > 0.1
+
+
+# --- Drafting and the cache --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_drafting_rounds_equal_the_reference(kind):
+    drafter, gold = golden_drafter(kind), recorded(kind, "infer")
+    model, params = drafter.model, drafter.params
+    state = model.init_state(1, 64)
+    rounds = {
+        "r1": (gold["context_ids"], gold["target_hidden_states"], gold["anchor_token"], 0),
+        "r2": (
+            gold["r2_new_context_ids"],
+            gold["r2_target_hidden_states"],
+            gold["r2_anchor_token"],
+            gold["context_ids"].shape[1],
+        ),
+    }
+    keys = jax.random.split(jax.random.key(0), (1, model.config.block_size))
+    for name, (ids, features, anchor, start) in rounds.items():
+        count = ids.shape[1]
+        # One position more than is committed, as in a round whose last draft is rejected.
+        more = np.pad(split_taps(features), ((0, 0), (0, 1), (0, 0), (0, 0)), "edge")
+        state = observe(drafter, state, jnp.asarray(more), start, count)
+        length = start + count
+        assert length == gold[f"{name}_cache_len_after"]
+        for side, layer in itertools.product("kv", ("0", "_last")):
+            cache = state[0 if layer == "0" else -1][side == "v"]
+            np.testing.assert_allclose(
+                cache[:, :, :length], gold[f"{name}_cache_{side}{layer}"], **CLOSE
+            )
+            assert not np.any(cache[:, :, length:])  # nothing but what was committed
+        sampling = sampling_state(SamplingParams(), 1, 97)
+        proposal, after = model.propose(
+            params, state, jnp.asarray(anchor), jnp.array([length + 1]), sampling, keys
+        )
+        assert after is state
+        np.testing.assert_array_equal(proposal.tokens_BG, gold[f"{name}_draft_tokens"])
+        shifted = gold[f"{name}_corrected_logits"]
+        shifted = shifted - shifted.max(axis=-1, keepdims=True)
+        np.testing.assert_allclose(proposal.dist.logits_BGC, shifted, **CLOSE)
+        if proposal.confidence_BG is None:
+            assert kind == "dflash"
+        else:
+            expected = jax.nn.sigmoid(gold[f"{name}_confidence_logits"])
+            np.testing.assert_allclose(proposal.confidence_BG, expected, **CLOSE)
+
+
+def rounds_of(drafter, gold, policy):
+    """Every round of a recorded greedy decode, driven step by step.
+
+    The reference goes on while the anchor stands before the limit: one token more.
+    """
+    target = golden_target()
+    prompt = gold["prompt_ids"].tolist()
+    static = {
+        "target": target.model,
+        "drafter": drafter.model,
+        "config": DecodeConfig(drafter.model.config.block_size, policy),
+    }
+    state = init_decode_state(
+        target.params, drafter.params, [prompt], max_new_tokens=int(gold["max_new_tokens"]) + 1,
+        stop_ids=gold["stop_token_ids"].tolist(), **static,
+    )  # fmt: skip
+    outs = []
+    while not state.done_B[0]:
+        state, out = jitted_step(target.params, drafter.params, state, **static)
+        outs.append(jax.device_get(out))
+    return state, outs
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in KINDS
+        for name in ("decode", "decode_stop", "decode_threshold")
+        if (kind, name) != ("dflash", "decode_threshold")
+    ],
+)
+def test_whole_decodes_equal_the_reference(kind, name):
+    drafter, gold = golden_drafter(kind), recorded(kind, name)
+    threshold = float(gold["confidence_threshold"])
+    policy = ThresholdPolicy(threshold) if threshold else DecodeConfig(1).policy
+    state, outs = rounds_of(drafter, gold, policy)
+    text = state.tokens_BS[0, : min(int(state.length_B[0]), len(gold["output_ids"]))].tolist()
+    assert text == gold["output_ids"].tolist()
+    assert (
+        text[: len(gold["target_ar_greedy_ids"])]
+        == gold["target_ar_greedy_ids"].tolist()[: len(text)]
+    )
+    verified = np.array([out.verify_len_B[0] for out in outs])
+    accepted = np.array([out.accepted_B[0] for out in outs])
+    stops = np.isin(gold["stop_token_ids"], text[-1:]).any()
+    if stops:  # ours are told before the cut at a stop token
+        verified[-1] = min(verified[-1], outs[-1].count_B[0])
+        accepted[-1] = min(accepted[-1], outs[-1].count_B[0])
+    np.testing.assert_array_equal(verified, gold["proposal_lengths"])
+    np.testing.assert_array_equal(accepted, gold["accepted_draft_lengths"])
+    assert int(state.stats.rounds_B[0]) == len(gold["acceptance_lengths"])
+    committed = int(state.stats.accepted_BG.sum() + state.stats.bonus_B.sum())
+    assert committed == gold["acceptance_lengths"].sum()
+
+
+@pytest.mark.parametrize("position", [3, 3000])
+def test_training_and_decoding_logits_agree(position):
+    """Also far into a text: the rotary positions of the two paths are the same."""
+    drafter = golden_drafter("dspark_vanilla")
+    model, params = drafter.model, drafter.params
+    rng = np.random.default_rng(position)
+    length = position + 2
+    features = jnp.asarray(rng.normal(size=(1, length, 2, 32)).astype(np.float32))
+    block = model.config.block_size
+    anchor = 5
+    state = model.init_state(1, -(-(length + 1) // 256) * 256)
+    state = observe(drafter, state, features, 0, position)
+    keys = jax.random.split(jax.random.key(0), (1, block))
+    proposal, _ = model.propose(
+        params, state, jnp.array([anchor]), jnp.array([position + 1]),
+        sampling_state(SamplingParams(), 1, 97), keys,
+    )  # fmt: skip
+    previous = np.array([[[anchor, *proposal.tokens_BG[0, :-1].tolist()]]], np.int32)
+    tokens = np.full((1, 1, block), model.config.mask_token_id, np.int32)
+    tokens[..., 0] = anchor
+    out = model.forward(
+        params, features, jnp.asarray(tokens), jnp.asarray(previous), jnp.array([[position]])
+    )
+    q = jax.nn.softmax(out.logits_BAGV[0, 0])
+    np.testing.assert_allclose(jax.nn.softmax(proposal.dist.logits_BGC[0]), q, **CLOSE)
+    np.testing.assert_allclose(
+        proposal.confidence_BG[0], jax.nn.sigmoid(out.confidence_BAG[0, 0]), **CLOSE
+    )
+
+
+def test_cache_after_rounds_equals_one_built_from_the_text():
+    """Whatever was accepted, in rows of different lengths."""
+    target, drafter = golden_target(), golden_drafter("dspark_rnn")
+    prompts = [[1, 2, 3], [4] * 30, [50, 60]]
+    static = {"target": target.model, "drafter": drafter.model, "config": DecodeConfig(4)}
+    options = {"max_len": 120, "sampling": SamplingParams(temperature_B=0.7, seed_B=1), **static}
+    state = init_decode_state(target.params, drafter.params, prompts, max_new_tokens=40, **options)
+    accepted = set()
+    for _ in range(8):
+        state, out = jitted_step(target.params, drafter.params, state, **static)
+        accepted |= set(out.accepted_B.tolist())
+    assert len(accepted) > 1  # or nothing was put to the test
+    texts = [state.tokens_BS[row, : int(state.length_B[row])].tolist() for row in range(3)]
+    rebuilt = init_decode_state(
+        target.params, drafter.params, texts, max_new_tokens=1, **options
+    ).drafter_state
+    for row, text in enumerate(texts):
+        for old, new in zip(
+            jax.tree.leaves(state.drafter_state), jax.tree.leaves(rebuilt), strict=True
+        ):
+            live = len(text) - 1
+            np.testing.assert_allclose(old[row, :, :live], new[row, :, :live], atol=1e-5)
+
+
+# --- Restricted drafts -------------------------------------------------------------------
+
+RESTRICTED = {
+    "all": {},
+    "candidates": {"candidates": 5},
+    "trimmed": {"draft_vocab": tuple(range(0, 97, 2))},
+    "both": {"draft_vocab": tuple(range(0, 97, 2)), "candidates": 5},
+}
+
+
+def new_tokens(drafter, draft_len, prompts, *, acceptance="rejection", **options):
+    target = golden_target()
+    static = {
+        "target": target.model,
+        "drafter": drafter.model,
+        "config": DecodeConfig(draft_len, acceptance=acceptance),
+    }
+    state = init_decode_state(
+        target.params, drafter.params, prompts, max_new_tokens=24, max_len=80,
+        stop_ids=(7, 20), sampling=SamplingParams(**options), **static,
+    )  # fmt: skip
+    state = decode(target.params, drafter.params, state, **static)
+    rows = zip(state.tokens_BS, state.sampling.prompt_len_B, state.length_B, strict=True)
+    return [tokens[a:b].tolist() for tokens, a, b in rows], state
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("restriction", RESTRICTED)
+def test_output_is_the_targets_own(restriction, temperature):
+    """Token for token: greedy, and coupled, with processors that drafts must follow."""
+    drafter = golden_drafter("dspark_gated", **RESTRICTED[restriction])
+    prompts = [[5, 6, 7], [1], [9, 8] * 10]
+    options = {
+        "temperature_B": temperature,
+        "seed_B": 5,
+        "acceptance": "coupled",
+        "top_p_B": 0.95,
+        "repetition_penalty_B": 1.1,
+        "frequency_penalty_B": 0.1,
+        "min_new_tokens_B": 6,
+        "logit_bias": {4: 1.5, 11: -float("inf")},
+    }
+    expected, _ = new_tokens(Drafter(NoDrafter(), (), "none"), 0, prompts, **options)
+    got, state = new_tokens(drafter, 3, prompts, **options)
+    assert got == expected
+    assert state.stats.accepted_BG.sum() > 0
+
+
+@pytest.mark.parametrize("restriction", RESTRICTED)
+def test_draft_is_drawn_from_q(restriction):
+    """Many rows of one state: how often each token comes first is what q says."""
+    rows, drafter = 20_000, golden_drafter("dspark_vanilla", **RESTRICTED[restriction])
+    gold = recorded("dspark_vanilla", "infer")
+    model, params = drafter.model, drafter.params
+    state = model.init_state(1, 16)
+    state = observe(drafter, state, split_taps(gold["target_hidden_states"]), 0, 10)
+    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), state)
+    keys = jax.random.split(jax.random.key(3), (rows, 2))
+    sampling = sampling_state(SamplingParams(temperature_B=1.5, top_p_B=0.9), rows, 97)
+    proposal, _ = jax.jit(model.propose)(
+        params, state, jnp.repeat(gold["anchor_token"], rows), jnp.full(rows, 11), sampling, keys
+    )
+    q = np.asarray(jax.nn.softmax(proposal.dist.logits_BGC[0, 0]))
+    ids = proposal.dist.ids_BGC
+    ids = np.arange(97) if ids is None else np.asarray(ids[0, 0])
+    if "draft_vocab" in RESTRICTED[restriction]:
+        assert set(ids.tolist()) <= set(RESTRICTED[restriction]["draft_vocab"])
+    counts = np.bincount(np.asarray(proposal.tokens_BG[:, 0]), minlength=97)
+    expected = np.zeros(97)
+    expected[ids] = q
+    assert 0.5 * np.abs(counts / rows - expected).sum() < 0.02
+    # Of the second draft each row has a q of its own, after its own first draft.
+    first = np.asarray(proposal.tokens_BG[:, 0])
+    second_q = np.asarray(jax.nn.softmax(proposal.dist.logits_BGC[:, 1], axis=-1))
+    for token in np.unique(first):
+        same = second_q[first == token]
+        np.testing.assert_allclose(same, same[:1].repeat(len(same), axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("restriction", RESTRICTED)
+def test_enumerated_round_has_the_targets_distribution(restriction):
+    """All pairs of drafts that q allows, and all outcomes of their acceptance."""
+    rows, prompt, anchor = 4096, [3, 14, 15, 9], 26
+    target, drafter = golden_target(), golden_drafter("dspark_vanilla", **RESTRICTED[restriction])
+    params = SamplingParams(temperature_B=1.5, top_k_B=5)
+    out = target.forward([prompt], taps=drafter.model.taps)
+    state = observe(drafter, drafter.model.init_state(1, 16), out.taps, 0, len(prompt))
+    many, _ = jax.jit(drafter.model.propose)(
+        drafter.params, jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), state),
+        jnp.full(rows, anchor), jnp.full(rows, len(prompt) + 1), sampling_state(params, rows, 97),
+        jax.random.split(jax.random.key(0), (rows, 2)),
+    )  # fmt: skip
+    pairs, index = np.unique(np.asarray(many.tokens_BG), axis=0, return_index=True)
+    proposal = jax.tree.map(lambda leaf: leaf[index], many)
+    q = np.asarray(draft_probs(proposal.dist, proposal.tokens_BG), np.float64)
+    assert np.isclose(np.prod(q, axis=1).sum(), 1, atol=1e-6)  # every pair has been met
+
+    texts = [[*prompt, anchor, *pair] for pair in pairs.tolist()]
+    logits = process_logits(target.forward(texts).logits[:, -3:], params.rows(len(pairs), 97))
+    accept = jax.jit(
+        lambda uniform: accept_rejection(logits, proposal, jnp.full(len(pairs), 2), uniform)
+    )
+
+    def chance_and_next(k):
+        """How likely draft k is kept, those before it being kept; what follows if it is not."""
+        low, high = np.zeros(len(pairs), np.float32), np.ones(len(pairs), np.float32)
+        for _ in range(26):
+            uniform = np.zeros((len(pairs), 2), np.float32)
+            uniform[:, k] = (low + high) / 2
+            kept = np.asarray(accept(uniform)[0]) > k
+            low, high = np.where(kept, uniform[:, k], low), np.where(kept, high, uniform[:, k])
+        uniform[:, k] = 1.0 - 2**-24
+        return low, np.asarray(jax.nn.softmax(accept(uniform)[1]))
+
+    p = np.asarray(jax.nn.softmax(logits), np.float64)
+    for k, groups in enumerate([[np.arange(len(pairs))], by_value(pairs[:, 0])]):
+        chance, after = chance_and_next(k)
+        for group in groups:
+            if k and p[group[0], 0, pairs[group[0], 0]] == 0:
+                continue  # its first draft is never kept
+            law = np.zeros(97)
+            for row in group:
+                weight = q[row, 0] * q[row, 1] if k == 0 else q[row, 1]
+                law += weight * (1 - chance[row]) * after[row] * (chance[row] < 1 - 1e-6)
+                law[pairs[row, k]] += weight * chance[row]
+            np.testing.assert_allclose(law, p[group[0], k], atol=1e-6)
+
+
+def by_value(values):
+    return [np.flatnonzero(values == value) for value in np.unique(values)]
+
+
+def test_candidates_that_are_all_forbidden_still_have_a_distribution():
+    drafter = golden_drafter("dspark_vanilla", draft_vocab=(7, 20))
+    prompts, options = [[5, 6, 7]], {"min_new_tokens_B": 24, "temperature_B": 0.9}
+    got, state = new_tokens(drafter, 2, prompts, acceptance="coupled", **options)
+    expected, _ = new_tokens(
+        Drafter(NoDrafter(), (), "none"), 0, prompts, acceptance="coupled", **options
+    )
+    assert got == expected
+    assert state.stats.accepted_BG.sum() == 0
+
+
+# --- Options -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("confidence", [None, False, True])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_every_combination_builds_or_says_why_not(rank, head, confidence, trimmed):
+    options = {
+        "markov_rank": rank,
+        "markov_head": head,
+        "confidence_head": confidence is not None,
+        "confidence_with_markov": bool(confidence),
+        "draft_vocab": [3, 1, 4, 15] if trimmed else None,
+        "mask_token_id": 60,
+    }
+    target = tiny_target()
+    if confidence and not rank:
+        with pytest.raises(ValueError, match="set confidence_with_markov=False, or markov_rank"):
+            init_dspark(target, jax.random.key(0), **options)
+        return
+    model, params = init_dspark(target, jax.random.key(0), num_layers=1, **options)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(
+        lambda leaf: leaf.shape, model.param_shapes()
+    )
+    shapes = jax.eval_shape(
+        lambda: model.propose(
+            params, model.init_state(2, 16), jnp.array([1, 2]), jnp.array([1, 5]),
+            sampling_state(SamplingParams(), 2, 61), jax.random.split(jax.random.key(0), (2, 3)),
+        )[0].tokens_BG
+    )  # fmt: skip
+    assert shapes.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"markov_rank": -1}, "markov_rank must be at least 0"),
+        ({"markov_head": "lstm"}, "unknown markov_head 'lstm'"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"taps": (1, 0)}, "increasing layer indices"),
+        ({"taps": ()}, "increasing layer indices"),
+        ({"taps": (-2,)}, "increasing layer indices"),
+        ({"taps": (1,)}, "reach beyond layer 0"),
+        ({"mask_token_id": 61}, "outside the vocabulary of 61"),
+        ({"mask_token_id": 9}, "mask_token_id 9 is an end-of-sequence token"),
+        ({"mask_token_id": None}, "name one with mask_token_id"),
+        ({"candidates": 62}, "candidates must be from 1 to 61"),
+        ({"draft_vocab": [1, 2], "candidates": 3}, "candidates must be from 1 to 2"),
+        ({"draft_vocab": [1, 1]}, "distinct token ids from 0 to 60"),
+        ({"draft_vocab": [61]}, "distinct token ids from 0 to 60"),
+        ({"draft_vocab": []}, "flat list of token ids"),
+        ({"num_layers": 0}, "every size must be at least 1"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(options, message):
+    target = dataclasses.replace(tiny_target(), stop_ids=(9,))
+    with pytest.raises(ValueError, match=message):
+        init_dspark(target, jax.random.key(0), **{"mask_token_id": 60, **options})
+
+
+def test_more_drafts_than_the_block_size_are_refused():
+    with pytest.raises(ValueError, match="more than this drafter's block size of 5"):
+        new_tokens(golden_drafter("dflash"), 6, [[1, 2]])
+
+
+def test_a_trimmed_vocabulary_is_not_trimmed_again():
+    drafter = golden_drafter("dflash", draft_vocab=(1, 2, 3))
+    with pytest.raises(ValueError, match="trimmed already"):
+        restrict(drafter.model, drafter.params, [1], None)
+
+
+class Tokenizer:
+    """As much of a tokeniser as the choice of a mask token looks at."""
+
+    mask_token_id = bos_token_id = unk_token_id = None
+    eos_token_id = pad_token_id = 3
+    chat_template = "{{ '<user>' }}"
+
+    def __init__(self, size=61, **fields):
+        self.size = size
+        vars(self).update(fields)
+
+    def __len__(self):
+        return self.size
+
+    def get_added_vocab(self):
+        return {"<end>": 3, "<user>": 5, "<issue>": 4}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (Tokenizer(), 4),  # neither the end nor in the template
+        (Tokenizer(mask_token_id=8), 8),
+        (Tokenizer(mask_token_id=3), 4),  # ends sequences
+        (Tokenizer(size=50), 60),  # past the tokeniser's vocabulary
+    ],
+)
+def test_mask_token_of_a_target_without_one(tokenizer, expected):
+    target = dataclasses.replace(tiny_target(), tokenizer=tokenizer, stop_ids=(3,))
+    assert unused_token(target) == expected
+
+
+def test_mask_token_must_be_named_where_all_have_a_use():
+    tokenizer = Tokenizer(chat_template="<user> <issue>")
+    target = dataclasses.replace(tiny_target(), tokenizer=tokenizer, stop_ids=(3,))
+    with pytest.raises(ValueError, match="every token of tiny has a use"):
+        unused_token(target)
+
+
+def test_config_is_hashable_and_model_comparable():
+    config = golden_drafter("dspark_rnn").model.config
+    assert isinstance(config, DSparkConfig)
+    assert hash(DSpark(config)) == hash(DSpark(dataclasses.replace(config)))

@@ -198,11 +198,14 @@ def passes_of(target: specjax.Target, passes: int, count: int) -> Timed:
     def loop(params: Any, cache: Any) -> Any:
         def step(i: Any, carry: Any) -> Any:
             cache, tokens = carry
+            # They move as a decode's do, or the compiler would compute what follows from
+            # them once for all passes.
+            positions = (LIVE + i + offsets)[None]
             out = target.model.apply(params, tokens, positions, cache)
             return out.cache, jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
 
-        positions = (LIVE + jnp.arange(count, dtype=jnp.int32))[None]
-        return lax.fori_loop(0, passes, step, (cache, positions))
+        offsets = jnp.arange(count, dtype=jnp.int32)
+        return lax.fori_loop(jnp.int32(0), passes, step, (cache, offsets[None]))
 
     cache = target.model.init_cache(1, 512)
     return lambda: _seconds(lambda: loop(target.params, cache)) / passes

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
+from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.sampling import adjust_logits, process_logits
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DecodeConfig, SamplingParams
-from specjax.drafters import NoDrafter, PromptLookup, load_drafter
+from specjax.drafters import NoDrafter, PromptLookup
 from tests.reference import adjust, process, softmax
 from tests.toys import MarkovDrafter, MarkovTarget, sampling_state, tiny_target
 

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import init_decode_state
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DecodeConfig
-from specjax.drafters import load_drafter
 from specjax.parallel.aot import (
     abstract_target,
     analyse,

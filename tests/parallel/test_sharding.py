@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DecodeConfig, SamplingParams
-from specjax.drafters import Drafter, NoDrafter, load_drafter
+from specjax.drafters import Drafter, NoDrafter
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
 from specjax.parallel.sharding import (

@@ -3,9 +3,10 @@
     python experiments/decode_speed.py --out=decode_speed.json [--prompts='prompts/*.jsonl']
 
 A round is compared with the weight products of its pass run alone in the same process:
-what is above 1 is attention, element-wise work, acceptance and the loop. Medians over
-repeats that take turns, so that a slow moment of the machine hits all alike; compilation
-is left out. Prints a table, writes JSON and a PNG beside it.
+what is above 1 is attention, element-wise work, acceptance and the loop. Times are medians
+over repeats that take turns, ratios medians of each repeat's own ratio, so that a slow
+moment of the machine hits both sides; compilation is left out. Prints a table, writes JSON
+and a PNG beside it.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from specjax.data.prompts import builtin_prompt, find_prompt_files, read_prompts
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.types import DraftDist, Proposal, SamplingState
 from specjax.drafters import DSpark, NoDrafter, init_dspark
-from specjax.evaluation.report import environment, format_table, write_json
+from specjax.evaluation.report import environment, format_table
+from specjax.files import write_json
 from specjax.models.layers import matmul
 from specjax.tasks.common import enable_compilation_cache
 
@@ -42,7 +44,6 @@ SHORT, LONG = 500, 4000  # room of a row: 512 and 4096 slots
 DSPARK = {
     "num_layers": 2,
     "taps": (1, 14, 27),
-    "markov_rank": 64,
     "draft_vocab": range(12_288),
     "candidates": 64,
 }
@@ -110,45 +111,51 @@ def measure(
 ) -> dict[str, Any]:
     """Every time of one dtype, in milliseconds, and the ratios made of them."""
     q_logits = jnp.asarray(np.random.default_rng(0).normal(size=target.model.vocab_size) * 3)
-    timed: dict[str, Timed] = {
-        "step": rounds_of(target, rounds),
-        "step_long_cache": rounds_of(target, rounds, room=LONG),
-        "step_32_rows": rounds_of(target, rounds, batch=32),
-    }
-    for name, sampling in {
-        "round8_t0": {},
-        "round8_t1": {"temperature_B": 1.0},
-        "round8_top_p": {"temperature_B": 1.0, "top_p_B": 0.9},
-    }.items():
-        timed[name] = rounds_of(
-            target, rounds, draft_len=7, drafter_params=q_logits.astype(jnp.float32), **sampling
-        )
+    q_logits = q_logits.astype(jnp.float32)
     key = jax.random.key(0)
-    dspark, dspark_params = init_dspark(target, key, **DSPARK)
-    plain = {"markov_rank": 0, "confidence_with_markov": False}
-    timed["proposal7"] = proposals_of(target, dspark, dspark_params, rounds)
-    timed["proposal7_no_head"] = proposals_of(
-        target, *init_dspark(target, key, **DSPARK | plain), rounds
-    )
-    timed["round8_dspark"] = rounds_of(
-        target, rounds, draft_len=7, drafter=dspark, drafter_params=dspark_params
-    )
+    dspark = init_dspark(target, key, **DSPARK, markov_rank=64)
+    headless = init_dspark(target, key, **DSPARK, markov_rank=0, confidence_with_markov=False)
+    # What is compared stands side by side, so that both meet the machine in the same state.
+    timed: dict[str, Timed] = {
+        "step_32_rows": rounds_of(target, rounds, batch=32),
+        "step_long_cache": rounds_of(target, rounds, room=LONG),
+        "step": rounds_of(target, rounds),
+        "pass1": passes_of(target, rounds, 1),
+        "matmuls1": matmuls_of(target, rounds, 1),
+        "proposal7": proposals_of(target, *dspark, rounds),
+        "proposal7_no_head": proposals_of(target, *headless, rounds),
+        "round8_dspark": rounds_of(target, rounds, 7, *dspark),
+        "matmuls8": matmuls_of(target, rounds, 8),
+        "round8_t0": rounds_of(target, rounds, 7, FixedDrafter(), q_logits),
+        "pass8": passes_of(target, rounds, 8),
+        "round8_t1": rounds_of(target, rounds, 7, FixedDrafter(), q_logits, temperature_B=1.0),
+        "round8_top_p": rounds_of(
+            target, rounds, 7, FixedDrafter(), q_logits, temperature_B=1.0, top_p_B=0.9
+        ),
+    }
     for count in positions:
-        timed[f"pass{count}"] = passes_of(target, rounds, count)
-        timed[f"matmuls{count}"] = matmuls_of(target, rounds, count)
-    ms = {name: 1e3 * value for name, value in _medians(timed, repeats).items()}
+        timed.setdefault(f"pass{count}", passes_of(target, rounds, count))
+        timed.setdefault(f"matmuls{count}", matmuls_of(target, rounds, count))
+    seconds = _measure(timed, repeats)
+
+    def ratio(name: str, other: str) -> float:
+        pairs = zip(seconds[name], seconds[other], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    ms = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
     ratios = {
-        "step_over_matmuls": ms["step"] / ms["matmuls1"],
-        "verify8_over_matmuls": ms["pass8"] / ms["matmuls8"],
-        "verify8_over_step": ms["pass8"] / ms["step"],
+        "step_over_matmuls": ratio("step", "matmuls1"),
+        "verify8_over_matmuls": ratio("pass8", "matmuls8"),
+        "verify8_over_step": ratio("pass8", "step"),
         **{
-            f"overhead_{kind}": (ms[f"round8_{kind}"] - ms["pass8"]) / ms[f"round8_{kind}"]
+            f"overhead_{kind}": 1 - ratio("pass8", f"round8_{kind}")
             for kind in ("t0", "t1", "top_p")
         },
-        "long_cache_over_short": ms["step_long_cache"] / ms["step"],
-        "rows32_over_row1": 32 * ms["step"] / ms["step_32_rows"],
-        "proposal7_over_step": ms["proposal7"] / ms["step"],
-        "head_over_round": (ms["proposal7"] - ms["proposal7_no_head"]) / ms["round8_dspark"],
+        "long_cache_over_short": ratio("step_long_cache", "step"),
+        "rows32_over_row1": 32 * ratio("step", "step_32_rows"),
+        "proposal7_over_step": ratio("proposal7", "step"),
+        "head_over_round": ratio("proposal7", "round8_dspark")
+        - ratio("proposal7_no_head", "round8_dspark"),
     }
     return {"ms": ms, "ratios": ratios, "tokens_per_second": 1e3 / ms["step"]}
 
@@ -156,16 +163,16 @@ def measure(
 def rounds_of(
     target: specjax.Target,
     rounds: int,
+    draft_len: int = 0,
+    drafter: Any = None,
+    drafter_params: Any = None,
     *,
     batch: int = 1,
     room: int = SHORT,
-    draft_len: int = 0,
-    drafter: Any = FixedDrafter(),  # frozen
-    drafter_params: Any = None,
     **sampling: float,
 ) -> Timed:
     """Seconds of one round of `decode`, from LIVE tokens on."""
-    drafter = drafter if draft_len else NoDrafter()
+    drafter = drafter or NoDrafter()
     static: dict[str, Any] = {
         "target": target.model,
         "drafter": drafter,
@@ -331,14 +338,15 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _medians(timed: dict[str, Timed], repeats: int) -> dict[str, float]:
+def _measure(timed: dict[str, Timed], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, `repeats` times; they take turns."""
     for run in timed.values():
         run()  # compiles
-    samples: dict[str, list[float]] = {name: [] for name in timed}
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(repeats):
         for name, run in timed.items():
-            samples[name].append(run())
-    return {name: statistics.median(values) for name, values in samples.items()}
+            seconds[name].append(run())
+    return seconds
 
 
 def _table(by_dtype: dict[str, Any], result: dict[str, Any]) -> str:

@@ -21,8 +21,9 @@ from specjax.api import encode_prompts
 from specjax.data.prompts import find_prompt_files, read_prompts
 from specjax.evaluation.comparison import differences
 from specjax.evaluation.metrics import mean_accepted_length
-from specjax.evaluation.report import environment, format_table, write_json
+from specjax.evaluation.report import environment, format_table
 from specjax.evaluation.runner import Settings, decode_all, room
+from specjax.files import write_json
 from specjax.tasks.common import ProgressBar, enable_compilation_cache
 
 DRAFT_LENGTHS = (1, 3, 7)

@@ -230,6 +230,11 @@ class DSpark:
     config: DSparkConfig
 
     @property
+    def layer_config(self) -> TransformerConfig:
+        """Sizes of the layers, for sharding."""
+        return self.config.backbone
+
+    @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
 

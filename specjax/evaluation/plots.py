@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from specjax.evaluation.report import replacing
+from specjax.files import replacing
 
 _GREY, _BLUE = "#a8b2bd", "#1f6fb4"
 

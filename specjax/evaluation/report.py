@@ -1,19 +1,15 @@
 """Reports of comparisons: report.json, the environment it was made in, the printed table."""
 
-import contextlib
 import dataclasses
-import json
-import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from specjax.evaluation.comparison import Comparison
 from specjax.evaluation.metrics import summarize
@@ -58,49 +54,6 @@ def _git_state() -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD").strip(), "changed": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes what `plain` makes of the value."""
-    text = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False)
-    with replacing(path) as partial:
-        partial.write_text(text + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of `path`.
-
-    A reader finds the old file or the whole new one; an error leaves the old one alone.
-    """
-    partial = partial_path(path)
-    try:
-        yield partial
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
-
-
-def partial_path(path: Path) -> Path:
-    """Where the file is while it is written."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON gives it back.
-
-    Tuples become lists and NumPy values plain ones; numbers that JSON lacks (NaN,
-    infinities) become None.
-    """
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def totals(comparisons: Sequence[Comparison]) -> tuple[Measurement, Measurement]:

@@ -70,6 +70,11 @@ class TransformerTarget:
     config: TransformerConfig
 
     @property
+    def layer_config(self) -> TransformerConfig:
+        """Sizes of the layers, for sharding."""
+        return self.config
+
+    @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 

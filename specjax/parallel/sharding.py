@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.decoding.types import DecodeState, PyTree
+from specjax.drafters.dspark import DSpark
 from specjax.models.layers import LayerCache
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
@@ -117,13 +118,16 @@ def _place(axis: str, mesh: Mesh, rules: Rules, name: str) -> str | None:
     return place
 
 
-def param_shardings(model: TransformerTarget, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> PyTree:
+def param_shardings(
+    model: TransformerTarget | DSpark, mesh: Mesh, rules: Rules = DEFAULT_RULES
+) -> PyTree:
     """The sharding of each parameter, as a pytree like the parameters; makes no array.
 
     Raises:
       ValueError: as `partition_spec`, naming the parameter.
     """
-    units = {"heads": model.config.num_heads, "kv_heads": model.config.num_kv_heads}
+    layers = model.layer_config
+    units = {"heads": layers.num_heads, "kv_heads": layers.num_kv_heads}
     boxed = jax.eval_shape(model.init_params, jax.random.key(0))
 
     def sharding(path: tuple, leaf: jax.ShapeDtypeStruct, axes: PartitionSpec) -> NamedSharding:
@@ -137,7 +141,7 @@ def param_shardings(model: TransformerTarget, mesh: Mesh, rules: Rules = DEFAULT
 
 
 def shard_params(
-    params: PyTree, model: TransformerTarget, mesh: Mesh, rules: Rules = DEFAULT_RULES
+    params: PyTree, model: TransformerTarget | DSpark, mesh: Mesh, rules: Rules = DEFAULT_RULES
 ) -> PyTree:
     """The parameters of `model`, laid out over the mesh.
 

@@ -14,8 +14,9 @@ from tqdm import tqdm
 import specjax
 from specjax.evaluation.comparison import Comparison
 from specjax.evaluation.plots import plot_report
-from specjax.evaluation.report import build_report, partial_path, plain, summary, write_json
+from specjax.evaluation.report import build_report, summary
 from specjax.evaluation.runner import Settings
+from specjax.files import partial_path, plain, write_json
 
 _RESULTS = ("report.json", "config.json", "report.png", "finished.json")
 

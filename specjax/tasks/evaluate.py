@@ -1,7 +1,6 @@
 """Task "evaluate": measures a drafter on files of prompts, file by file, resumably."""
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from ml_collections import ConfigDict
 from specjax.api import encode_prompts
 from specjax.data.prompts import find_prompt_files, read_prompts
 from specjax.evaluation.comparison import Comparison, compare, outputs
-from specjax.evaluation.report import environment, plain, write_json
+from specjax.evaluation.report import environment
 from specjax.evaluation.runner import room
+from specjax.files import changes, digest, plain, write_json
 from specjax.models.target import fingerprint
 from specjax.tasks.common import (
     ProgressBar,
@@ -93,10 +93,10 @@ class _Finished:
     def _read(self) -> None:
         try:
             stored = json.loads(self._path.read_text(encoding="utf-8"))
-            if stored.pop("sha256") != _digest(stored):
+            if stored.pop("sha256") != digest(stored):
                 raise ValueError("it was changed by another program")
             self._entries = dict(stored["files"].items())
-            changed = _changes(stored["made_with"], self._made_with)
+            changed = changes(stored["made_with"], self._made_with)
             if not changed:
                 for name in self._entries:  # an older version may have written other fields
                     self.get(name)
@@ -110,31 +110,15 @@ class _Finished:
 
     def has(self, name: str, prompts: list[list[int]]) -> bool:
         entry = self._entries.get(name)
-        return entry is not None and entry.get("prompts") == _digest(prompts)
+        return entry is not None and entry.get("prompts") == digest(prompts)
 
     def get(self, name: str) -> Comparison:
         return Comparison.from_json(self._entries[name]["comparison"])
 
     def add(self, comparison: Comparison, prompts: list[list[int]]) -> None:
         self._entries[comparison.name] = {
-            "prompts": _digest(prompts),
+            "prompts": digest(prompts),
             "comparison": plain(dataclasses.asdict(comparison)),
         }
         content = {"made_with": self._made_with, "files": self._entries}
-        write_json(self._path, {**content, "sha256": _digest(content)})
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """One entry "key (old value, now new value)" for each leaf that differs."""
-    changes = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            changes += _changes(before, after, f"{prefix}{key}.")
-        elif before != after:
-            changes.append(f"{prefix}{key} ({before!r}, now {after!r})")
-    return changes
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+        write_json(self._path, {**content, "sha256": digest(content)})

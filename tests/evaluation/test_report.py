@@ -13,9 +13,9 @@ from specjax.evaluation.report import (
     format_table,
     identical,
     summary,
-    write_json,
 )
 from specjax.evaluation.runner import Settings
+from specjax.files import write_json
 from tests.evaluation.tiny_target import tiny_target
 
 CONFIG = {"target": "tiny", "drafter": "prompt_lookup", "draft_len": 3, "temperature": 0.0}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.evaluation.report import write_json
 from specjax.evaluation.runner import Measurement, Settings, decode_all, measure, room
+from specjax.files import write_json
 from tests.evaluation.tiny_target import tiny_target
 
 SETTINGS = Settings(max_new_tokens=6, draft_len=3, batch_size=2)

@@ -14,7 +14,7 @@ from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DecodeConfig, SamplingParams
-from specjax.drafters import Drafter, NoDrafter
+from specjax.drafters import Drafter, NoDrafter, init_dspark
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
 from specjax.parallel.sharding import (
@@ -35,7 +35,7 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [7, 8, 9, 7, 8], [4] * 20]
 # Every prompt once greedy and once sampled.
 SAMPLING = SamplingParams(temperature_B=np.repeat(np.float32([0, 0.8]), len(PROMPTS)), seed_B=5)
 CONFIG = DecodeConfig(3, acceptance="coupled")
-DRAFTERS = ["prompt_lookup", "early_exit:1"]
+DRAFTERS = ["prompt_lookup", "early_exit:1", "dspark"]
 MESHES = [{"data": 2, "model": 1}, {"data": 1, "model": 2}]
 
 jitted_step = jax.jit(speculate_step, static_argnames=("target", "drafter", "config"))
@@ -48,10 +48,21 @@ class Decoding(NamedTuple):
     static: dict
 
 
-def start(target, drafter_name):
-    drafter, config = Drafter(NoDrafter(), (), "none"), DecodeConfig(0, acceptance="coupled")
-    if drafter_name is not None:
-        drafter, config = load_drafter(drafter_name, target), CONFIG
+def make_drafter(target, name):
+    if name is None:
+        return Drafter(NoDrafter(), (), "none")
+    if name == "dspark":
+        options = {"num_layers": 1, "mask_token_id": 63, "draft_vocab": range(0, 64, 2)}
+        return Drafter(*init_dspark(target, jax.random.key(2), **options), name)
+    return load_drafter(name, target)
+
+
+def start(target, drafter_name, mesh=None):
+    drafter = make_drafter(target, drafter_name)
+    if mesh is not None and drafter_name == "dspark":
+        params = shard_params(drafter.params, drafter.model, mesh)
+        drafter = dataclasses.replace(drafter, params=params)
+    config = DecodeConfig(0, acceptance="coupled") if drafter_name is None else CONFIG
     static = {"target": target.model, "drafter": drafter.model, "config": config}
     state = init_decode_state(
         target.params, drafter.params, PROMPTS * 2, max_new_tokens=24, sampling=SAMPLING, **static
@@ -60,7 +71,7 @@ def start(target, drafter_name):
 
 
 def start_sharded(target, drafter_name, mesh):
-    decoding = start(shard_target(target, mesh), drafter_name)
+    decoding = start(shard_target(target, mesh), drafter_name, mesh)
     *params, state = decoding.arguments
     return decoding._replace(arguments=(*params, shard_state(state, mesh)))
 
@@ -113,6 +124,8 @@ def assert_halved(array, axis):
     [
         (MESHES[0], "early_exit:1"),
         (MESHES[1], "prompt_lookup"),
+        (MESHES[1], "dspark"),
+        pytest.param(MESHES[0], "dspark", marks=pytest.mark.slow),
         pytest.param(MESHES[0], "prompt_lookup", marks=pytest.mark.slow),
         pytest.param(MESHES[1], "early_exit:1", marks=pytest.mark.slow),
     ],
@@ -130,7 +143,8 @@ def test_tokens_equal_those_of_one_device(target, expected, sizes, drafter):
         cache_axis = 0 if sizes["data"] == 2 else 1
         assert_halved(final.cache[0].k_BKSH, cache_axis)
         if drafter != "prompt_lookup":
-            assert_halved(final.drafter_state.cache[0].v_BKSH, cache_axis)
+            cache = final.drafter_state if drafter == "dspark" else final.drafter_state.cache
+            assert_halved(cache[0].v_BKSH, cache_axis)
 
 
 def test_expected_rows_differ(expected):

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import specjax
 from specjax.evaluation.runner import Measurement
+from specjax.files import digest
 from specjax.tasks import evaluate
 
 
@@ -148,7 +149,7 @@ def test_unreadable_results_are_named(get_config, files, tmp_path, tiny):
 
 def _sealed(content, files):
     content = {"made_with": content["made_with"], "files": files}
-    return json.dumps(content | {"sha256": evaluate._digest(content)})
+    return json.dumps(content | {"sha256": digest(content)})
 
 
 @pytest.mark.parametrize("name", ["finished.json", "report.json", ".report.json.partial"])

@@ -1,0 +1,360 @@
+"""A target's hidden states on disk: what a drafter is trained from.
+
+The format is DeepSpec's (version 2), so that either project reads the other's caches:
+
+    manifest.json     what is inside; written last, so that a folder with one is complete
+    samples.idx       56 bytes a sample: where its arrays lie
+    shard-00000.bin   arrays, one sample after the other, unaligned
+
+specjax adds keys to the manifest: checksums of the shards, and what the cache was made
+with. Arrays of a sample: input_ids (int32), attention_mask (uint8, all 1), loss_mask (uint8),
+hidden states of the tapped layers (bfloat16 [T, M * D]) and the last hidden state, after
+the final norm (bfloat16 [T, D]).
+"""
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from specjax.files import changes, plain, replacing, write_json
+
+_RECORD = struct.Struct("<QIIQQQQQ")
+_HIDDEN = np.dtype(jnp.bfloat16)
+_MANIFEST, _INDEX, _UNFINISHED = "manifest.json", "samples.idx", "unfinished.json"
+
+
+class CacheError(ValueError):
+    """A cache cannot be read or written; the message says why and how to mend it."""
+
+
+class Sample(NamedTuple):
+    """One sequence.
+
+    Attributes:
+      tokens_T: token ids.
+      loss_mask_T: tokens to be learnt.
+      taps_TMD: outputs of the tapped layers at each token.
+      hidden_TD: the input of the language-model head at each token.
+    """
+
+    tokens_T: Int[np.ndarray, " T"]
+    loss_mask_T: Bool[np.ndarray, " T"]
+    taps_TMD: Float[np.ndarray, "T M D"]
+    hidden_TD: Float[np.ndarray, "T D"]
+
+
+def cache_bytes(tokens: int, samples: int, num_taps: int, width: int) -> int:
+    """The size of a cache on disk."""
+    return tokens * (4 + 1 + 1 + _HIDDEN.itemsize * width * (num_taps + 1)) + samples * _RECORD.size
+
+
+class CacheWriter:
+    """Writes a cache, shard by shard; what is finished survives whatever happens.
+
+    A shard is filled in memory and ends at a call of `add` once it has `shard_bytes`. `cursor` is the last finished
+    shard's: where to go on after an interruption.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        taps: Sequence[int],
+        width: int,
+        made_with: Mapping[str, Any],
+        shard_bytes: int = 1 << 26,
+    ):
+        """Begins a cache, or goes on with an unfinished one that was made alike.
+
+        Args:
+          directory: of the cache.
+          taps: tapped layers.
+          width: D.
+          made_with: plain values that say how the samples are made.
+          shard_bytes: a shard ends when it has as many.
+
+        Raises:
+          CacheError: the cache is complete, or unfinished but made with something else.
+        """
+        self._directory, self._shard_bytes = directory, shard_bytes
+        self._header = plain({"taps": taps, "width": width, "made_with": dict(made_with)})
+        self._shards: list[dict[str, Any]] = []
+        self._records: list[bytes] = []  # of finished shards
+        self._pending: list[bytes] = []  # of the shard that is being filled
+        self._data = bytearray()
+        if (directory / _MANIFEST).exists():
+            raise CacheError(f"{directory} holds a complete cache: give another folder")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._resume()
+
+    @property
+    def cursor(self) -> int:
+        return self._shards[-1]["cursor"] if self._shards else 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of finished shards."""
+        return len(self._records)
+
+    def add(self, samples: Sequence[Sample], cursor: int) -> None:
+        """Appends samples; going on from `cursor` must give those that follow them.
+
+        Raises:
+          CacheError: arrays of other shapes than the cache's.
+        """
+        for sample in samples:
+            self._append(sample)
+        if len(self._data) >= self._shard_bytes:
+            self._finish_shard(cursor)
+
+    def read_tokens(self) -> Iterator[np.ndarray]:
+        """Token ids of each sample of the finished shards."""
+        for record in map(_RECORD.unpack, self._records):
+            _, shard, length, offset, *_ = record
+            path = self._directory / _shard_name(shard)
+            yield np.fromfile(path, np.int32, length, offset=offset)
+
+    def finish(self, cursor: int) -> None:
+        """Ends the last shard and makes the cache complete.
+
+        Raises:
+          CacheError: there are no samples.
+        """
+        if self._pending:
+            self._finish_shard(cursor)
+        if not self._records:
+            raise CacheError("no samples: nothing of what was generated or given can be learnt")
+        with replacing(self._directory / _INDEX) as path:
+            path.write_bytes(b"".join(self._records))
+        shards = [
+            {"shard_id": i, **{key: shard[key] for key in ("file_name", "sha256", "bytes")}}
+            for i, shard in enumerate(self._shards)
+        ]
+        manifest = {
+            "version": 2,
+            "num_samples": len(self._records),
+            "num_shards": len(shards),
+            "target_layer_ids": self._header["taps"],
+            "hidden_size": self._header["width"],
+            "hidden_dtype": "bfloat16",
+            "token_dtype": "int32",
+            "mask_dtype": "uint8",
+            "index_record_size": _RECORD.size,
+            "target_model_name_or_path": self._header["made_with"].get("target", ""),
+            "shards": shards,
+            "made_with": self._header["made_with"],
+        }
+        write_json(self._directory / _MANIFEST, manifest)
+        (self._directory / _UNFINISHED).unlink()
+
+    def _resume(self) -> None:
+        path = self._directory / _UNFINISHED
+        if not path.exists():
+            if any(self._directory.iterdir()):
+                raise CacheError(f"{self._directory} is not empty and holds no cache")
+            self._save_progress()
+            return
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            found = changes(state["header"], self._header)
+            self._shards = state["shards"]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CacheError(f"cannot read {path} ({error!r}): remove the folder") from error
+        if found:
+            raise CacheError(
+                f"{self._directory} holds an unfinished cache made with another "
+                f"{'; '.join(found)}. Give another folder, or remove it to start afresh"
+            )
+        for i, shard in enumerate(self._shards):
+            _check_size(self._directory / _shard_name(i), shard["bytes"])
+            records = bytes.fromhex(shard["index"])
+            size = _RECORD.size
+            self._records += [records[j : j + size] for j in range(0, len(records), size)]
+
+    def _append(self, sample: Sample) -> None:
+        length, taps, width = len(sample.tokens_T), len(self._header["taps"]), self._header["width"]
+        expected = ((length,), (length,), (length, taps, width), (length, width))
+        shapes = tuple(array.shape for array in sample)
+        if shapes != expected:
+            raise CacheError(f"arrays of shapes {shapes} where the cache has {expected}")
+        arrays = (
+            sample.tokens_T.astype("<i4"),
+            np.ones(length, np.uint8),
+            sample.loss_mask_T.astype(np.uint8),
+            sample.taps_TMD.astype(_HIDDEN),
+            sample.hidden_TD.astype(_HIDDEN),
+        )
+        offsets = []
+        for array in arrays:
+            offsets.append(len(self._data))
+            self._data += array.tobytes()
+        index = len(self._records) + len(self._pending)
+        self._pending.append(_RECORD.pack(index, len(self._shards), length, *offsets))
+
+    def _finish_shard(self, cursor: int) -> None:
+        name = _shard_name(len(self._shards))
+        with replacing(self._directory / name) as path:
+            path.write_bytes(self._data)
+        entry = {
+            "file_name": name,
+            "sha256": hashlib.sha256(self._data).hexdigest(),
+            "bytes": len(self._data),
+            "cursor": cursor,
+            "index": b"".join(self._pending).hex(),
+        }
+        self._shards.append(entry)
+        self._records += self._pending
+        self._pending, self._data = [], bytearray()
+        self._save_progress()
+
+    def _save_progress(self) -> None:
+        state = {"header": self._header, "shards": self._shards}
+        write_json(self._directory / _UNFINISHED, state)
+
+
+class TargetCache:
+    """A complete cache, mapped into memory: samples by index, as Grain's data sources."""
+
+    def __init__(self, directory: Path, *, check: bool = True):
+        """Opens a cache of specjax's or DeepSpec's.
+
+        Args:
+          directory: of the cache.
+          check: compare the shards with their checksums, where the manifest has them.
+
+        Raises:
+          CacheError: an unfinished, damaged or unsupported cache; names the file.
+        """
+        self._directory = directory
+        self.manifest = _read_manifest(directory)
+        try:
+            self.taps = tuple(self.manifest["target_layer_ids"])
+            self.width = int(self.manifest["hidden_size"])
+            shards = list(self.manifest["shards"])
+            records = (directory / _INDEX).read_bytes()
+            if len(records) != int(self.manifest["num_samples"]) * _RECORD.size:
+                raise ValueError(f"{_INDEX} has {len(records)} bytes")
+            self._records = [_RECORD.unpack(r) for r in _pieces(records, _RECORD.size)]
+            paths = [directory / shard["file_name"] for shard in shards]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CacheError(f"the cache {directory} is damaged: {error}") from error
+        self._maps = [_map(path) for path in paths]
+        self.lengths = np.array([record[2] for record in self._records])
+        for record in self._records:
+            end = record[7] + record[2] * self.width * _HIDDEN.itemsize
+            if record[1] >= len(paths) or end > len(self._maps[record[1]]):
+                name = paths[record[1]].name if record[1] < len(paths) else f"shard {record[1]}"
+                raise CacheError(
+                    f"{directory / name} is truncated: sample {record[0]} ends past it; "
+                    f"copy the file again, or make the cache anew"
+                )
+        for path, shard in zip(paths, shards, strict=True):
+            if check and "sha256" in shard and _sha256(path) != shard["sha256"]:
+                raise CacheError(f"{path} has changed since it was written: copy it again")
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Sample:
+        _, shard, length, ids, _, mask, taps, hidden = self._records[index]
+
+        def read(offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            return self._maps[shard][offset : offset + size].view(dtype).reshape(shape)
+
+        return Sample(
+            read(ids, (length,), "<i4"),
+            read(mask, (length,), np.uint8) > 0,
+            read(taps, (length, len(self.taps), self.width), _HIDDEN),
+            read(hidden, (length, self.width), _HIDDEN),
+        )
+
+
+def collate(samples: Sequence[Sample], length: int | None = None) -> Sample:
+    """One batch [B, T, ...], padded at the end with zeros (False in the mask).
+
+    Args:
+      samples: sequences; what is longer than `length` is cut off.
+      length: T; None takes the longest sample's.
+    """
+    length = max(len(s.tokens_T) for s in samples) if length is None else length
+
+    def pad(array: np.ndarray) -> np.ndarray:
+        array = array[:length]
+        return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1))
+
+    return Sample(*(np.stack([pad(array) for array in arrays]) for arrays in zip(*samples, strict=True)))
+
+
+def check_room(directory: Path, size: int) -> None:
+    """Makes sure that the disk can hold a cache.
+
+    Raises:
+      CacheError: it cannot.
+    """
+    folder = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise CacheError(
+            f"the cache will take {size / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB left: "
+            f"ask for fewer tokens or taps, give another folder, or train online"
+        )
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    if not (directory / _MANIFEST).is_file():
+        unfinished = (directory / _UNFINISHED).exists()
+        raise CacheError(
+            f"the cache {directory} is unfinished: run the task that makes it again to go on"
+            if unfinished
+            else f"{directory} is not a target cache: it has no {_MANIFEST}"
+        )
+    try:
+        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CacheError(f"{directory / _MANIFEST} is not valid JSON: {error}") from error
+    expected = {
+        "version": 2,
+        "hidden_dtype": "bfloat16",
+        "token_dtype": "int32",
+        "mask_dtype": "uint8",
+        "index_record_size": _RECORD.size,
+    }
+    wrong = changes(expected, {key: manifest.get(key) for key in expected})
+    if wrong:
+        raise CacheError(f"{directory / _MANIFEST}: not supported: {'; '.join(wrong)}")
+    return manifest
+
+
+def _pieces(data: bytes, size: int) -> list[bytes]:
+    return [data[i : i + size] for i in range(0, len(data), size)]
+
+
+def _map(path: Path) -> np.ndarray:
+    try:
+        return np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise CacheError(f"cannot read {path}: {error}; copy the file again") from error
+
+
+def _check_size(path: Path, size: int) -> None:
+    found = path.stat().st_size if path.exists() else 0
+    if found != size:
+        raise CacheError(f"{path} is truncated: it has {found} of {size} bytes")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _shard_name(index: int) -> str:
+    return f"shard-{index:05d}.bin"

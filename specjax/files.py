@@ -1,0 +1,72 @@
+"""Files that are written whole or not at all, and JSON of plain values."""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes what `plain` makes of the value."""
+    text = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False)
+    with replacing(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which then takes the place of `path`.
+
+    A reader finds the old file or the whole new one; an error leaves the old one alone.
+    """
+    partial = partial_path(path)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def partial_path(path: Path) -> Path:
+    """Where the file is while it is written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON gives it back.
+
+    Tuples become lists and NumPy values plain ones; numbers that JSON lacks (NaN,
+    infinities) become None.
+    """
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """One entry "key (old value, now new value)" for each leaf that differs."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += changes(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key} ({before!r}, now {after!r})")
+    return found
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of the value as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

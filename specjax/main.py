@@ -21,7 +21,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 # Modules of specjax.tasks.
-TASKS = ("generate", "evaluate")
+TASKS = ("generate", "evaluate", "cache", "train")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,10 @@ pytestmark = pytest.mark.slow
 def run(script, out):
     options = ["--prompts=tests/data/prompts.jsonl", f"--out={out}", "--smoke"]
     command = [sys.executable, f"experiments/{script}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # where it is not installed
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
-import jax
 import numpy as np
 import safetensors.numpy
 
@@ -71,30 +70,43 @@ def open_dspark(directory: Path, target: Target) -> tuple[DSpark, PyTree]:
     return model, attach_target(model, params, target) if kind == _OWN else params
 
 
-def save_dspark(directory: Path, model: DSpark, params: PyTree) -> None:
+def save_dspark(
+    directory: Path,
+    model: DSpark,
+    params: PyTree,
+    *,
+    dtype: str = "bfloat16",
+    replace: bool = False,
+) -> None:
     """Writes a drafter in specjax's own format, all of it or nothing.
 
     Args:
-      directory: must not exist yet.
+      directory: of the checkpoint.
       model: the drafter.
       params: its parameters; those that are the target's are left out.
+      dtype: of the matrices in the file.
+      replace: a drafter that is there already makes place.
 
     Raises:
-      ValueError: the directory exists.
+      ValueError: the directory exists, and is not to be replaced.
     """
-    if directory.exists():
+    if directory.exists() and not (replace and (directory / "config.json").is_file()):
         raise ValueError(f"{directory} exists: remove it, or give another folder")
-    flat = flax.traverse_util.flatten_dict(
-        {name: part for name, part in params.items() if name not in TARGETS_OWN}, sep="/"
-    )
+    own = {name: part for name, part in params.items() if name not in TARGETS_OWN}
+    flat: dict[str, Any] = {**flax.traverse_util.flatten_dict(own, sep="/")}
     names = tensor_names(model.config)
-    tensors = {names[path]: np.asarray(jax.device_get(leaf)) for path, leaf in flat.items()}
+    tensors = {
+        names[path]: np.asarray(leaf.astype(dtype) if leaf.ndim == 2 else leaf)
+        for path, leaf in flat.items()
+    }
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         (partial / "config.json").write_text(json.dumps(_raw_config(model.config), indent=2))
         safetensors.numpy.save_file(tensors, partial / "model.safetensors")
         partial.chmod(0o755)  # what a plain mkdir gives, where the temporary folder is private
+        if directory.exists():
+            shutil.rmtree(directory)
         partial.rename(directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -64,11 +64,11 @@ def open_weights(directory: Path) -> dict[str, StoredTensor]:
       CheckpointError: there are none, or they are damaged.
     """
     if (directory / _WEIGHTS).is_file():
-        return _open_shard(directory / _WEIGHTS)
+        return open_safetensors(directory / _WEIGHTS)
     if (directory / _INDEX).is_file():
         tensors = {}
         for shard in _shards(directory / _INDEX):
-            tensors |= _open_shard(directory / shard)
+            tensors |= open_safetensors(directory / shard)
         return tensors
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLED)
     if pickled:
@@ -95,7 +95,12 @@ def _shards(index: Path) -> list[str]:
     return shards
 
 
-def _open_shard(path: Path) -> dict[str, StoredTensor]:
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, which stay on disk.
+
+    Raises:
+      CheckpointError: not a whole safetensors file.
+    """
     try:
         file = safe_open(path, framework="numpy")
         names = file.keys()

@@ -59,8 +59,8 @@ def cache_bytes(tokens: int, samples: int, num_taps: int, width: int) -> int:
 class CacheWriter:
     """Writes a cache, shard by shard; what is finished survives whatever happens.
 
-    A shard is filled in memory and ends at a call of `add` once it has `shard_bytes`. `cursor` is the last finished
-    shard's: where to go on after an interruption.
+    A shard is filled in memory and ends at a call of `add` once it has `shard_bytes`.
+    `cursor` is the last finished shard's: where to go on after an interruption.
     """
 
     def __init__(
@@ -291,7 +291,9 @@ def collate(samples: Sequence[Sample], length: int | None = None) -> Sample:
         array = array[:length]
         return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1))
 
-    return Sample(*(np.stack([pad(array) for array in arrays]) for arrays in zip(*samples, strict=True)))
+    return Sample(
+        *(np.stack([pad(array) for array in arrays]) for arrays in zip(*samples, strict=True))
+    )
 
 
 def check_room(directory: Path, size: int) -> None:

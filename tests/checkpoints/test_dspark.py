@@ -107,7 +107,7 @@ def test_own_format_gives_back_what_was_saved(tmp_path, trimmed):
         target, jax.random.key(1), num_layers=1, mask_token_id=60, markov_rank=4, candidates=3,
         draft_vocab=ids, block_size=4,
     )  # fmt: skip
-    save_dspark(tmp_path / "a" / "drafter", model, params)
+    save_dspark(tmp_path / "a" / "drafter", model, params, dtype="float32")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["drafter"]
     stored = safetensors.numpy.load_file(tmp_path / "a" / "drafter" / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(stored)

@@ -19,7 +19,9 @@ def get_config():
         spec.loader.exec_module(module)
         config = module.get_config("smoke")
         config.lock()
-        config.update(max_new_tokens=6, draft_len=3, compilation_cache="off", **overrides)
+        small = {"max_new_tokens": 6, "draft_len": 3, "compilation_cache": "off"}
+        config.update({key: value for key, value in small.items() if key in config})
+        config.update_from_flattened_dict(overrides)
         return config
 
     return load

@@ -1,0 +1,27 @@
+"""Training data that the target writes itself: text, and its hidden states."""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant not in ("", "smoke"):
+        raise ValueError(f"unknown variant {variant!r} of this config: known is 'smoke'")
+    smoke = variant == "smoke"
+    return config_dict.create(
+        task="cache",
+        target="smollm2-135m",  # a known name, a Hugging Face directory or a .gguf file
+        dtype="auto",  # of the weights: auto, float32 or bfloat16
+        taps=(1, 14, 27),  # layers whose outputs are kept; -1 is the embedding
+        mask_token_id=config_dict.placeholder(int),  # for drafters; None chooses one
+        prompts="",  # a glob of JSON-lines files of user turns; "" has the target write them
+        tokens=500 if smoke else 300_000,  # to write at least, unless prompts run out
+        batch_size=4 if smoke else 32,
+        user_tokens=16 if smoke else 96,
+        answer_tokens=32 if smoke else 256,
+        user_temperature=1.0,
+        temperatures=(0.0, 0.8),  # of the answers, in turn
+        top_p=1.0,
+        min_answer_tokens=14,  # shorter answers are dropped
+        seed=0,
+        compilation_cache="auto",  # a folder, auto or off
+    )

@@ -1,0 +1,87 @@
+"""What of a target a drafter's training needs besides its hidden states.
+
+A target cache holds it beside the shards, so that training loads no target: its embedding
+and language-model head (target.safetensors), its sizes and end-of-sequence ids (target.json).
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from specjax.checkpoints.errors import CheckpointError
+from specjax.checkpoints.huggingface import open_safetensors, read_json
+from specjax.drafters.dspark_init import unused_token
+from specjax.files import replacing, write_json
+from specjax.models.config import RopeConfig, TransformerConfig
+from specjax.models.target import Target
+from specjax.models.transformer import TransformerTarget
+
+_WEIGHTS, _CONFIG = "target.safetensors", "target.json"
+
+
+def save_head(directory: Path, target: Target, mask_token_id: int | None) -> None:
+    """Writes a target's embedding, head and sizes.
+
+    Args:
+      directory: exists.
+      target: of specjax.
+      mask_token_id: for drafters; None chooses one (`unused_token`).
+
+    Raises:
+      ValueError: no mask token can be chosen.
+    """
+    assert isinstance(target.model, TransformerTarget)  # it gave hidden states
+    config = target.model.config
+    params = {"embed": target.params["embed"]["weight"]}
+    if not config.tied_head:
+        params["lm_head"] = target.params["lm_head"]["weight"]
+    tensors = {name: np.asarray(jax.device_get(array)) for name, array in params.items()}
+    with replacing(directory / _WEIGHTS) as path:
+        safetensors.numpy.save_file(tensors, path)
+    about = {
+        "name": target.name,
+        "dtype": target.dtype,
+        "stop_ids": target.stop_ids,
+        "mask_token_id": unused_token(target) if mask_token_id is None else mask_token_id,
+        "config": dataclasses.asdict(config),
+    }
+    write_json(directory / _CONFIG, about)
+
+
+def load_head(directory: Path) -> tuple[Target, int]:
+    """A target that has its embedding and head alone, and the mask token for drafters.
+
+    Enough for `init_dspark` and training; it cannot decode.
+
+    Raises:
+      CheckpointError: files that are missing or damaged.
+    """
+    if not (directory / _CONFIG).is_file():
+        raise CheckpointError(
+            f"{directory} has no {_CONFIG}: a cache that specjax did not make holds no head; "
+            f"name the target to train with"
+        )
+    about = read_json(directory / _CONFIG)
+    try:
+        config = dict(about["config"])
+        model = TransformerTarget(
+            TransformerConfig(**{**config, "rope": RopeConfig(**config["rope"])})
+        )
+        stored = open_safetensors(directory / _WEIGHTS)
+        arrays = {name: jnp.asarray(tensor.read()) for name, tensor in stored.items()}
+        params = {name: {"weight": array} for name, array in arrays.items()}
+        expected = {"embed"} | (set() if model.config.tied_head else {"lm_head"})
+        if set(params) != expected:
+            raise ValueError(f"{_WEIGHTS} holds {sorted(params)} instead of {sorted(expected)}")
+        target = Target(
+            model, params, None, tuple(about["stop_ids"]), str(about["name"]), str(about["dtype"])
+        )
+        return target, int(about["mask_token_id"])
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory / _CONFIG} is damaged: {error}") from error

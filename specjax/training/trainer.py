@@ -1,0 +1,463 @@
+"""Training of a DSpark drafter from a target cache: resumable, logged, evaluated."""
+
+import contextlib
+import dataclasses
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from specjax.data.target_cache import Sample, TargetCache, collate
+from specjax.decoding.types import PyTree
+from specjax.drafters.dspark import DSpark
+from specjax.drafters.dspark_init import TARGETS_OWN
+from specjax.files import changes, plain
+from specjax.models.layers import matmul
+from specjax.training.anchors import make_blocks, sample_anchors
+from specjax.training.losses import Losses, LossWeights, dspark_losses
+from specjax.training.optimizer import adamw, warmup_cosine
+
+_METRIC = "expected_length"  # what the best checkpoint has most of, on held-out sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Settings of a training run; what it learns follows from them and the cache.
+
+    Attributes:
+      steps: optimiser steps.
+      batch_size: sequences a step.
+      accumulation: parts that a batch is run in, one after the other.
+      num_anchors: blocks of each sequence.
+      max_len: longer sequences are cut off.
+      learning_rate: its peak.
+      warmup_ratio: part of the steps in which it rises.
+      weight_decay: of AdamW.
+      max_grad_norm: gradients are clipped to it.
+      losses: weights of the losses.
+      held_out: sequences at the end of the cache that are not trained on.
+      seed: of the order of sequences and of the anchors.
+    """
+
+    steps: int
+    batch_size: int = 8
+    accumulation: int = 1
+    num_anchors: int = 64
+    max_len: int = 512
+    learning_rate: float = 1e-3
+    warmup_ratio: float = 0.04
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    losses: LossWeights = dataclasses.field(default_factory=LossWeights)
+    held_out: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = ("steps", "batch_size", "accumulation", "num_anchors", "held_out")
+        wrong = [name for name in sizes if getattr(self, name) < 1]
+        if wrong or self.max_len < 2:
+            raise ValueError(f"{wrong or 'max_len'} must be at least {1 if wrong else 2}")
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be a multiple of accumulation "
+                f"({self.accumulation})"
+            )
+
+
+class TrainState(NamedTuple):
+    """What a training step changes.
+
+    Attributes:
+      params: of the drafter, without what is the target's.
+      optimizer: state of the optimiser.
+      step: optimiser steps done.
+    """
+
+    params: PyTree
+    optimizer: PyTree
+    step: Int[Array, ""]
+
+
+class Trainer:
+    """A drafter in training; `run` trains it, from the last checkpoint on if there is one.
+
+    Attributes:
+      state: parameters and optimiser.
+    """
+
+    def __init__(
+        self,
+        model: DSpark,
+        params: PyTree,
+        head_VD: Float[Array, "V D"],
+        cache: TargetCache,
+        settings: Training,
+    ):
+        """Prepares training.
+
+        Args:
+          model: the drafter.
+          params: its parameters at the start, those of the target's with them.
+          head_VD: the target's language-model head.
+          cache: of the target, with the drafter's taps.
+          settings: of the run.
+
+        Raises:
+          ValueError: a cache of other taps or another width, too few sequences, or none with
+            a token to learn.
+        """
+        _check_cache(model, cache, settings)
+        self._cache, self._settings, self._model = cache, settings, model
+        schedule = warmup_cosine(settings.learning_rate, settings.steps, settings.warmup_ratio)
+        self._optimizer = adamw(
+            schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm
+        )
+        self._fixed = {
+            name: part
+            for name, part in params.items()
+            if name in TARGETS_OWN or name == "draft_ids"
+        }
+        trained = {name: part for name, part in params.items() if name not in self._fixed}
+        trained = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), trained)
+        self.state = TrainState(trained, self._optimizer.init(trained), jnp.int32(0))
+        self._head_VD = head_VD
+        static = {"model": model, "settings": settings}
+        self._step = jax.jit(
+            partial(_train_step, optimizer=self._optimizer, **static), donate_argnums=0
+        )
+        self._evaluate = jax.jit(partial(_batch_losses, **static))
+
+    @property
+    def params(self) -> PyTree:
+        """The drafter's parameters, those of the target's with them."""
+        return {**self.state.params, **self._fixed}
+
+    def run(
+        self,
+        directory: Path,
+        *,
+        eval_every: int = 100,
+        save_every: int = 100,
+        log_every: int = 10,
+        until: int | None = None,
+        on_step: Callable[[int, dict[str, Any]], None] = lambda step, log: None,
+    ) -> dict[str, Any]:
+        """Trains to the last step, or to `until`; keeps the best and the last checkpoint.
+
+        Interrupted with Ctrl-C, it saves where it is.
+
+        Args:
+          directory: of checkpoints and logs (JSON lines, and TensorBoard if installed).
+          eval_every: steps between evaluations on the held-out sequences.
+          save_every: steps between checkpoints.
+          log_every: steps between lines of the log.
+          until: an earlier last step; the schedule is that of the whole run.
+          on_step: called after each step with what was logged.
+
+        Returns:
+          The losses on the held-out sequences at the end.
+
+        Raises:
+          ValueError: the directory has checkpoints of other settings.
+        """
+        last = self._settings.steps if until is None else min(until, self._settings.steps)
+        with _checkpoints(directory) as manager, contextlib.closing(_Log(directory)) as log:
+            batches = self._batches()
+            self._restore(manager, batches)
+            step = done = int(self.state.step)
+            try:
+                while step < last:
+                    batch = next(batches)
+                    self.state, losses = self._step(
+                        self.state, self._fixed, self._head_VD, jax.tree.map(jnp.asarray, batch)
+                    )
+                    step += 1
+                    if step % log_every == 0 or step == last:
+                        on_step(step, log.write(step, "train", losses, batch))
+                    else:
+                        on_step(step, {})
+                    if step % eval_every == 0 or step == last:
+                        log.write(step, "held_out", self.evaluate())
+                    if step % save_every == 0 and step < last:
+                        self._save(manager, batches)
+                        done = step
+            finally:
+                if int(self.state.step) > done:
+                    self._save(manager, batches)
+        return _plain_losses(self.evaluate())
+
+    def best_params(self, directory: Path) -> PyTree:
+        """The parameters of the best checkpoint that `run` kept there."""
+        with _checkpoints(directory) as manager:
+            state = {"state": ocp.args.StandardRestore(self.state._asdict())}
+            step = manager.best_step()
+            if step is None:
+                return self.params
+            best = manager.restore(step, args=ocp.args.Composite(**state))["state"]
+        return {**best["params"], **self._fixed}
+
+    def evaluate(self) -> Losses:
+        """Means over the held-out sequences; the same anchors every time."""
+        size, held_out = self._settings.batch_size, self._settings.held_out
+        first = len(self._cache) - held_out
+        parts = []
+        for start in range(first, len(self._cache), size):
+            rows = [self._cache[i] for i in range(start, min(start + size, len(self._cache)))]
+            batch = _pad_rows(collate(rows, self._settings.max_len), size)
+            key = jax.random.fold_in(jax.random.key(self._settings.seed), start)
+            parts.append(
+                self._evaluate(
+                    self.state.params,
+                    self._fixed,
+                    self._head_VD,
+                    jax.tree.map(jnp.asarray, batch),
+                    key,
+                )
+            )
+        weights = jnp.stack([part.weight for part in parts])
+        mean = partial(jnp.average, axis=0, weights=weights)
+        return jax.tree.map(lambda *leaves: mean(jnp.stack(leaves)), *parts)
+
+    def _batches(self) -> Any:
+        """An endless iterator of batches, whose position can be stored."""
+        trained = _Part(self._cache, len(self._cache) - self._settings.held_out)
+        data = grain.MapDataset.source(trained).shuffle(seed=self._settings.seed).repeat()
+        batch = partial(collate, length=self._settings.max_len)
+        batched = data.batch(self._settings.batch_size, batch_fn=batch)
+        return iter(batched.to_iter_dataset(grain.ReadOptions(num_threads=1)))
+
+    def _save(self, manager: ocp.CheckpointManager, batches: Any) -> None:
+        step = int(self.state.step)
+        if manager.latest_step() == step:
+            return
+        manager.save(
+            step,
+            metrics=_plain_losses(self.evaluate()),
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(self.state._asdict()),
+                data=ocp.args.JsonSave(batches.get_state()),
+                settings=ocp.args.JsonSave(self._identity()),
+            ),
+        )
+        manager.wait_until_finished()
+
+    def _restore(self, manager: ocp.CheckpointManager, batches: Any) -> None:
+        step = manager.latest_step()
+        if step is None:
+            return
+        names = {"settings": ocp.args.JsonRestore()}
+        found = manager.restore(step, args=ocp.args.Composite(**names))["settings"]
+        differences = changes(found, self._identity())
+        if differences:
+            raise ValueError(
+                f"{manager.directory} holds checkpoints of a run with another "
+                f"{'; '.join(differences)}. Give another folder, or remove it to start afresh"
+            )
+        restored = manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(self.state._asdict()), data=ocp.args.JsonRestore()
+            ),
+        )
+        self.state = TrainState(**restored["state"])
+        batches.set_state(restored["data"])
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        return plain(
+            {
+                "drafter": dataclasses.asdict(self._model.config),
+                "settings": dataclasses.asdict(self._settings),
+                "cache": {
+                    "samples": len(self._cache),
+                    "tokens": int(self._cache.lengths.sum()),
+                    "made_with": self._cache.manifest.get("made_with"),
+                },
+            }
+        )
+
+
+def _batch_losses(
+    trained: PyTree,
+    fixed: PyTree,
+    head_VD: Array,
+    batch: Sample,
+    key: Key[Array, ""],
+    *,
+    model: DSpark,
+    settings: Training,
+) -> Losses:
+    """The losses of sequences [B, T]; anchors are drawn with the key."""
+    params = {**trained, **fixed}
+    tokens_BT, mask_BT, taps_BTMD, hidden_BTD = map(jnp.asarray, batch)
+    rows, length = tokens_BT.shape
+    uniform = jax.random.uniform(key, (rows, length - 1))
+    anchors_BA, keep_BA = sample_anchors(mask_BT, uniform, settings.num_anchors)
+    blocks = make_blocks(
+        tokens_BT,
+        mask_BT,
+        anchors_BA,
+        keep_BA,
+        block_size=model.config.block_size,
+        mask_token_id=model.config.mask_token_id,
+    )
+    out = model.forward(
+        params,
+        taps_BTMD.astype(jnp.float32),
+        blocks.tokens_BAG,
+        blocks.previous_BAG,
+        anchors_BA,
+    )
+    rows_B11 = jnp.arange(rows)[:, None, None]
+    states_BAGD = hidden_BTD[rows_B11, blocks.states_BAG].astype(jnp.float32)
+    logits_BAGV = lax.stop_gradient(matmul(states_BAGD, head_VD))
+    return dspark_losses(out, blocks, logits_BAGV, settings.losses, params.get("draft_ids"))
+
+
+def _train_step(
+    state: TrainState,
+    fixed: PyTree,
+    head_VD: Array,
+    batch: Sample,
+    *,
+    model: DSpark,
+    settings: Training,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, Losses]:
+    """One optimiser step; the batch is run in `accumulation` parts of equal weight."""
+    key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
+
+    def part_loss(trained: PyTree, part: Sample, key: Array) -> tuple[Array, Losses]:
+        losses = _batch_losses(trained, fixed, head_VD, part, key, model=model, settings=settings)
+        return losses.total, losses
+
+    def add_part(total: PyTree, inputs: tuple[Sample, Array]) -> tuple[PyTree, Losses]:
+        grads, losses = jax.grad(part_loss, has_aux=True)(state.params, *inputs)
+        return jax.tree.map(jnp.add, total, grads), losses
+
+    parts = settings.accumulation
+    split = jax.tree.map(lambda leaf: leaf.reshape(parts, -1, *leaf.shape[1:]), batch)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    grads, losses = lax.scan(add_part, zeros, (split, jax.random.split(key, parts)))
+    grads = jax.tree.map(lambda leaf: leaf / parts, grads)
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), losses)
+    return TrainState(params, optimizer_state, state.step + 1), mean
+
+
+class _Part:
+    """The first samples of a cache, as Grain's data sources."""
+
+    def __init__(self, cache: TargetCache, count: int):
+        self._cache, self._count = cache, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Sample:
+        return self._cache[int(index)]
+
+
+class _Log:
+    """A line of JSON for each entry, and TensorBoard's events where it is installed."""
+
+    def __init__(self, directory: Path):
+        self._file = open(directory / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._time, self._step = time.monotonic(), None
+        self._writer = None
+        try:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(directory / "tensorboard"))
+        except ImportError:
+            pass
+
+    def write(
+        self, step: int, name: str, losses: Losses, batch: Sample | None = None
+    ) -> dict[str, Any]:
+        entry = {"step": step, "set": name, **_plain_losses(losses)}
+        now = time.monotonic()
+        if batch is not None:
+            seconds = (now - self._time) / (step - (self._step or 0)) if self._step else None
+            rows, length = batch.tokens_T.shape
+            entry |= {
+                "seconds_per_step": seconds,
+                "tokens_per_second": seconds and rows * length / seconds,
+                "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            }
+            self._time, self._step = now, step
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for key, value in entry.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(f"{name}/{key}", value, step)
+        return entry
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+@contextlib.contextmanager
+def _checkpoints(directory: Path) -> Iterator[ocp.CheckpointManager]:
+    """Keeps the last checkpoint and the best."""
+    policy = preservation_policy
+    keep = policy.AnyPreservationPolicy(
+        [
+            policy.LatestN(1),
+            policy.BestN(get_metric_fn=lambda metrics: metrics[_METRIC], reverse=False, n=1),
+        ]
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=keep,
+        best_fn=lambda metrics: metrics[_METRIC],
+        enable_async_checkpointing=False,
+    )
+    with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=options) as manager:
+        yield manager
+
+
+def _check_cache(model: DSpark, cache: TargetCache, settings: Training) -> None:
+    if cache.taps != model.taps or cache.width != model.config.backbone.width:
+        raise ValueError(
+            f"the cache holds layers {cache.taps} of width {cache.width} and the drafter taps "
+            f"{model.taps} of width {model.config.backbone.width}: make the cache for its taps"
+        )
+    if settings.held_out >= len(cache):
+        raise ValueError(
+            f"{len(cache)} sequences with {settings.held_out} held out leave none to train on: "
+            f"make a larger cache, or hold out fewer"
+        )
+    trained = range(len(cache) - settings.held_out)
+    masks = (cache[i].loss_mask_T[: settings.max_len] for i in trained)
+    if not any(np.any(mask[:-1] & mask[1:]) for mask in masks):
+        raise ValueError(
+            "no sequence has two tokens in a row to learn: answers are missing, or lie past max_len"
+        )
+
+
+def _pad_rows(batch: Sample, rows: int) -> Sample:
+    """With empty sequences up to `rows`."""
+    missing = rows - len(batch.tokens_T)
+    return Sample(*(np.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)) for a in batch))
+
+
+def _plain_losses(losses: Losses) -> dict[str, Any]:
+    return {name: np.asarray(value).tolist() for name, value in losses._asdict().items()}

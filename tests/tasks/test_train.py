@@ -1,0 +1,126 @@
+"""From a target to a trained drafter through the tasks, without loading the target twice."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.checkpoints.head import load_head
+from specjax.data.target_cache import CacheError, TargetCache
+from specjax.tasks import cache, train
+from tests.evaluation.tiny_target import tiny_target
+from tests.toys import tiny_target as two_layers
+
+CACHE = {
+    "taps": (-1, 0), "tokens": 600, "user_tokens": 8, "answer_tokens": 30, "mask_token_id": 255,
+}  # fmt: skip
+TRAIN = {
+    "drafter.draft_vocab": 64, "drafter.candidates": 16, "training.held_out": 3,
+    "training.steps": 4, "training.num_anchors": 8, "eval_every": 2, "save_every": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes floats with its integer step
+        yield
+
+
+@pytest.fixture
+def target(monkeypatch):
+    """Two layers, and the byte tokeniser of the tasks' tiny target."""
+    bytes_, model = tiny_target(), two_layers(vocab_size=257)
+    bytes_.tokenizer.chat_template = "{% for m in messages %}[u]{{ m.content }}{% endfor %}:"
+    target = dataclasses.replace(model, tokenizer=bytes_.tokenizer, stop_ids=(256,))
+    monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: target)
+    return target
+
+
+def test_cache_then_train_then_decode(target, get_config, tmp_path, capsys, monkeypatch):
+    cache.run(get_config("cache", **CACHE), tmp_path / "data")
+    printed = capsys.readouterr().out
+    assert "600 tokens with 2 taps will take about 0.00 GB" in printed
+    report = json.loads((tmp_path / "data/report.json").read_text())
+    assert report["tokens"] >= 600
+    data = TargetCache(tmp_path / "data/cache")
+    assert len(data) == report["samples"]
+    assert len({sample.tokens_T.tobytes() for sample in data}) == len(data)
+
+    def no_target(*args, **kwargs):
+        raise AssertionError("training needs no target")
+
+    monkeypatch.setattr(specjax, "load_target", no_target)
+    config = get_config("train", cache=str(tmp_path / "data/cache"), **TRAIN)
+    train.run(config, tmp_path / "run")
+    printed = capsys.readouterr().out
+    assert "Held out: accepted length" in printed
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert len(report["held_out"]["acceptance_G"]) == 7
+    drafter = specjax.load_drafter(str(tmp_path / "run/drafter"), target)
+    assert drafter.model.config.draft_vocab_size == 64
+    assert drafter.model.config.mask_token_id == 255
+    result = specjax.generate(target, drafter, ["ab"], max_new_tokens=12, draft_len=7)
+    assert result.tokens == specjax.generate(target, None, ["ab"], max_new_tokens=12).tokens
+    train.run(config, tmp_path / "run")  # finished: nothing is left to do, and it says the same
+    assert json.loads((tmp_path / "run/report.json").read_text()) == report
+
+
+def test_cache_goes_on_after_an_interruption(target, get_config, tmp_path, monkeypatch):
+    config = get_config("cache", **CACHE)
+    cache.run(config, tmp_path / "whole")
+    calls, real = [], cache.write_answers
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(cache, "write_answers", stop)
+    monkeypatch.setattr(cache.CacheWriter.__init__, "__kwdefaults__", {"shard_bytes": 1})
+    with pytest.raises(KeyboardInterrupt):
+        cache.run(config, tmp_path / "halves")
+    cache.run(config, tmp_path / "halves")
+    whole, halves = (TargetCache(tmp_path / name / "cache") for name in ("whole", "halves"))
+    assert len(calls) > 4
+    for left, right in zip(whole, halves, strict=True):
+        np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
+        np.testing.assert_array_equal(left.taps_TMD, right.taps_TMD)
+    with pytest.raises(CacheError, match="holds a complete cache"):
+        cache.run(config, tmp_path / "halves")
+
+
+def test_prompts_may_be_given(target, get_config, tmp_path):
+    lines = [json.dumps({"turns": [text]}) for text in ("ab", "hello", "x", "yz", "more")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    config = get_config("cache", **{**CACHE, "prompts": str(tmp_path / "*.jsonl"), "tokens": 9999})
+    cache.run(config, tmp_path / "data")
+    data = TargetCache(tmp_path / "data/cache")
+    starts = [bytes(sample.tokens_T[~sample.loss_mask_T].astype(np.uint8)) for sample in data]
+    decoded = target.tokenizer.batch_decode([list(start) for start in starts])
+    assert set(decoded) <= {f"[u]{text}:" for text in ("ab", "hello", "x", "yz", "more")}
+    assert 3 <= len(data) <= 5
+
+
+def test_head_is_that_of_the_target(target, get_config, tmp_path):
+    cache.run(get_config("cache", **{**CACHE, "tokens": 50}), tmp_path)
+    head, mask_token_id = load_head(tmp_path / "cache")
+    assert mask_token_id == 255
+    assert head.model == target.model
+    assert head.stop_ids == (256,)
+    for name in ("embed", "lm_head"):
+        np.testing.assert_array_equal(head.params[name]["weight"], target.params[name]["weight"])
+    (tmp_path / "cache/target.json").write_text("{}")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_head(tmp_path / "cache")
+    (tmp_path / "cache/target.json").unlink()
+    with pytest.raises(ValueError, match="holds no head"):
+        load_head(tmp_path / "cache")
+
+
+def test_a_missing_cache_is_named(get_config, tmp_path):
+    with pytest.raises(CacheError, match="is not a target cache"):
+        train.run(get_config("train", cache=str(tmp_path / "none"), **TRAIN), tmp_path / "run")

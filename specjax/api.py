@@ -12,10 +12,11 @@ from jaxtyping import Bool, Int
 from specjax.decoding.loop import TokenIds, decode, init_decode_state, stream
 from specjax.decoding.schedule import Policy, parse_policy
 from specjax.decoding.types import DecodeConfig, DecodeState, RoundStats, SamplingParams
-from specjax.drafters import Drafter, NoDrafter
+from specjax.drafters import Drafter, DSpark, NoDrafter
 from specjax.models.target import Target
 from specjax.text import TextRow, decode_text
 
+_DRAFT_LEN = 7  # unless asked for another
 Prompt = str | TokenIds | Sequence[dict[str, Any]]
 
 
@@ -64,7 +65,7 @@ def generate(
     *,
     max_new_tokens: int | Sequence[int] | np.ndarray = 128,
     sampling: SamplingParams | None = None,
-    draft_len: int = 7,
+    draft_len: int | None = None,
     acceptance: str = "rejection",
     policy: str | Policy = "full",
     chat: bool = True,
@@ -82,7 +83,8 @@ def generate(
       prompts: strings, lists of chat messages ({"role", "content"}) or lists of token ids.
       max_new_tokens: for all prompts, or for each. A row also ends at the room it has.
       sampling: temperatures and seeds, for all prompts or for each; None is greedy.
-      draft_len: γ, tokens drafted a round.
+      draft_len: γ, tokens drafted a round; None takes 7, or the drafter's block size if that
+        is less.
       acceptance: "rejection" or "coupled".
       policy: how many drafts to verify: "full", "threshold:T" (those before the first of
         confidence below T), or a policy of your own (specjax.decoding.schedule).
@@ -132,7 +134,7 @@ def stream_text(
     *,
     max_new_tokens: int = 128,
     sampling: SamplingParams | None = None,
-    draft_len: int = 7,
+    draft_len: int | None = None,
     acceptance: str = "rejection",
     policy: str | Policy = "full",
     chat: bool = True,
@@ -152,7 +154,8 @@ def stream_text(
       prompt: a string, a list of chat messages or a list of token ids.
       max_new_tokens: as for `generate`, and so are the rest.
       sampling: temperature and seed; None is greedy.
-      draft_len: γ, tokens drafted a round.
+      draft_len: γ, tokens drafted a round; None takes 7, or the drafter's block size if that
+        is less.
       acceptance: "rejection" or "coupled".
       policy: how many drafts to verify: "full", "threshold:T" (those before the first of
         confidence below T), or a policy of your own (specjax.decoding.schedule).
@@ -339,7 +342,7 @@ class _Program(NamedTuple):
 def _program(
     target: Target,
     drafter: Drafter | None,
-    draft_len: int,
+    draft_len: int | None,
     acceptance: str,
     policy: str | Policy,
     logprobs: bool = False,
@@ -351,7 +354,12 @@ def _program(
             f"drafter must come from load_drafter or be a specjax.Drafter(model, params, name), "
             f"got {drafter!r}"
         )
-    draft_len = 0 if isinstance(drafter.model, NoDrafter) else draft_len
+    if isinstance(drafter.model, NoDrafter):
+        draft_len = 0
+    elif draft_len is None:
+        draft_len = _DRAFT_LEN
+        if isinstance(drafter.model, DSpark):
+            draft_len = min(draft_len, drafter.model.config.block_size)
     config = DecodeConfig(draft_len, policy, acceptance, logprobs)
     static = {"target": target.model, "drafter": drafter.model, "config": config}
     return _Program(target, drafter, static)

@@ -36,6 +36,8 @@ def load_drafter(
       ValueError: an unknown name, options that the drafter does not have, or a drafter
         that does not fit the target; CheckpointError where a checkpoint cannot be loaded.
     """
+    if not isinstance(target, Target):
+        raise ValueError(f"target must come from load_target, got {target!r}")
     drafter = _load(source, target)
     if draft_vocab is None and candidates is None:
         return drafter

@@ -5,6 +5,7 @@ a trimmed vocabulary; it has another name under `architectures`.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -71,9 +72,10 @@ def open_dspark(directory: Path, target: Target) -> tuple[DSpark, PyTree]:
 
 
 def save_dspark(
-    directory: Path,
+    directory: str | os.PathLike[str],
     model: DSpark,
     params: PyTree,
+    target: Target,
     *,
     dtype: str = "bfloat16",
     replace: bool = False,
@@ -84,12 +86,22 @@ def save_dspark(
       directory: of the checkpoint.
       model: the drafter.
       params: its parameters; those that are the target's are left out.
+      target: of the drafter.
       dtype: of the matrices in the file.
       replace: a drafter that is there already makes place.
 
     Raises:
-      ValueError: the directory exists, and is not to be replaced.
+      ValueError: the directory exists, and is not to be replaced; or the embedding or the
+        head is not the target's, which the checkpoint would not hold.
     """
+    directory = Path(directory)
+    shared = attach_target(model, params, target)
+    for name in TARGETS_OWN:
+        if not np.array_equal(params[name]["weight"], shared[name]["weight"]):
+            raise ValueError(
+                f"the drafter's {name} is not {target.name}'s, and this format leaves it out: "
+                f"train the rest alone (specjax.drafters.split_params)"
+            )
     if directory.exists() and not (replace and (directory / "config.json").is_file()):
         raise ValueError(f"{directory} exists: remove it, or give another folder")
     own = {name: part for name, part in params.items() if name not in TARGETS_OWN}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_DRAFTERS = ("DSparkModel", "Eagle3Model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _KINDS = ("F64", "F32", "F16", "BF16", "I32")
 
@@ -32,6 +33,8 @@ def open_huggingface(directory: Path) -> Checkpoint:
         hint = f"; to load a GGUF file, give its path ({inside[0]})" if inside else ""
         raise CheckpointError(f"the directory {directory} has no config.json{hint}")
     config = read_json(directory / "config.json")
+    if any(str(kind).endswith(_DRAFTERS) for kind in config.get("architectures") or ()):
+        raise CheckpointError(f"{directory} holds a drafter: load it with load_drafter")
     return Checkpoint(
         format="huggingface",
         architecture=get_architecture(config),

@@ -107,7 +107,7 @@ _RULES = {
 
 
 def _column(name: str, value: Any, rule: _Rule, batch: int) -> np.ndarray:
-    label, value = name.removesuffix("_B"), np.asarray(value)
+    label, given, value = name.removesuffix("_B"), value, np.asarray(value)
     if name == "seed_B" and value.ndim == 0 and np.issubdtype(value.dtype, np.integer):
         value = value.astype(np.int64) + np.arange(batch)
     if value.shape not in ((), (batch,)):
@@ -116,7 +116,8 @@ def _column(name: str, value: Any, rule: _Rule, batch: int) -> np.ndarray:
         )
     fits = np.can_cast(value.dtype, rule.dtype, "same_kind") or value.dtype.kind in "iu"
     if not fits or not np.all(np.isfinite(value) & rule.valid(value)):
-        raise ValueError(f"{label} must be {rule.range}, got {value}")
+        kind = "whole numbers, " if np.issubdtype(rule.dtype, np.integer) else ""
+        raise ValueError(f"{label} must be {kind}{rule.range}, got {given}")
     return np.broadcast_to(value.astype(rule.dtype), batch)
 
 

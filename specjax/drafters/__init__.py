@@ -5,7 +5,7 @@ import dataclasses
 from specjax.decoding.types import DrafterModel, PyTree
 from specjax.drafters.draft_model import DraftModel, draft_model, early_exit
 from specjax.drafters.dspark import DSpark, DSparkConfig
-from specjax.drafters.dspark_init import init_dspark
+from specjax.drafters.dspark_init import init_dspark, split_params
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
 
@@ -19,6 +19,7 @@ __all__ = [
     "draft_model",
     "early_exit",
     "init_dspark",
+    "split_params",
 ]
 
 

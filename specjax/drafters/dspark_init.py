@@ -33,16 +33,19 @@ def init_dspark(
 ) -> tuple[DSpark, PyTree]:
     """A new drafter with random weights, which uses the target's embedding and head.
 
+    `split_params` says which of its parameters are to be trained; wrap it as
+    `specjax.Drafter(model, params, name)` to decode with it.
+
     Args:
       target: the model it will draft for; its layers give the sizes of the drafter's.
-      key: for the weights.
+      key: for the weights, from `jax.random.key`.
       num_layers: of the backbone.
       taps: context features; None takes five layers (fewer of a shallow target) from the
         second to the last but two, evenly spread.
       block_size: the longest draft.
       mask_token_id: None chooses one that the target does not use (`unused_token`).
       draft_vocab: ids of the tokens that may be drafted; None is all.
-      dtype: of the weight matrices; None is the target's.
+      dtype: of the weight matrices; None is the target's. Train in "float32".
       options: further fields of `DSparkConfig`.
 
     Raises:
@@ -55,6 +58,9 @@ def init_dspark(
     if taps is None:
         taps = sorted({round(tap) for tap in np.linspace(min(1, depth - 2), max(depth - 3, 1), 5)})
         taps = [tap for tap in taps if tap <= depth - 2]
+    known = {field.name for field in dataclasses.fields(DSparkConfig)} - {"backbone"}
+    if unknown := sorted(options.keys() - known):
+        raise ValueError(f"unknown options {unknown}: known are {sorted(known)}")
     ids = None if draft_vocab is None else check_draft_vocab(draft_vocab, model.vocab_size)
     config = DSparkConfig(
         backbone=dataclasses.replace(
@@ -79,6 +85,15 @@ def init_dspark(
     if ids is not None:
         params["draft_ids"] = ids
     return drafter, attach_target(drafter, params, target)
+
+
+def split_params(params: PyTree) -> tuple[PyTree, PyTree]:
+    """The drafter's parameters that are trained, and those that stay as they are.
+
+    Fixed are the target's embedding and head, and the ids of a trimmed vocabulary.
+    """
+    fixed = {name: part for name, part in params.items() if name in (*TARGETS_OWN, "draft_ids")}
+    return {name: part for name, part in params.items() if name not in fixed}, fixed
 
 
 def attach_target(model: DSpark, params: PyTree, target: Target) -> PyTree:
@@ -170,7 +185,8 @@ def check_fits(model: DSpark, target: Target) -> None:
     if config.taps[-1] > other.config.num_layers - 2:
         raise ValueError(
             f"taps {config.taps} reach beyond layer {other.config.num_layers - 2}, the last but "
-            f"one of {target.name}: it was made for another target"
+            f"one of {target.name}: tap earlier layers; a checkpoint of these was made for "
+            f"another target"
         )
 
 

@@ -51,6 +51,9 @@ class Target:
     ) -> TargetOutput:
         """Causal pass over whole sequences without a cache, for scoring and parity.
 
+        It checks the tokens, so it cannot be traced: inside your own jitted function call
+        `target.model.apply(target.params, tokens, positions, None, taps=taps)`.
+
         Args:
           tokens_BT: token ids, every row from position 0.
           taps: layers whose outputs to return; -1 is the embedding.

@@ -63,7 +63,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
             on_step=show,
         )
     folder = workdir / "drafter"
-    save_dspark(folder, model, trainer.best_params(workdir), replace=True)
+    save_dspark(folder, model, trainer.best_params(workdir), target, replace=True)
     size = sum(path.stat().st_size for path in folder.iterdir())
     report = {
         "task": config.task,

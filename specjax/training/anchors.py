@@ -1,7 +1,7 @@
 """Anchors, and the blocks of a sequence that a DSpark drafter learns to predict.
 
-A block begins at an anchor, a token whose successor the assistant wrote, and its G
-positions predict the G tokens after it. Blocks of one row are packed side by side and
+A block begins at an anchor, a token to be learnt whose successor is to be learnt too, and
+its G positions predict the G tokens after it. Blocks of one row are packed side by side and
 masked from each other (Cheng et al., 2026, section 3.3).
 """
 

@@ -23,7 +23,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from specjax.data.target_cache import Sample, TargetCache, collate
 from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark
-from specjax.drafters.dspark_init import TARGETS_OWN
+from specjax.drafters.dspark_init import split_params
 from specjax.files import changes, plain
 from specjax.models.layers import matmul
 from specjax.training.anchors import make_blocks, sample_anchors
@@ -125,12 +125,7 @@ class Trainer:
         self._optimizer = adamw(
             schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm
         )
-        self._fixed = {
-            name: part
-            for name, part in params.items()
-            if name in TARGETS_OWN or name == "draft_ids"
-        }
-        trained = {name: part for name, part in params.items() if name not in self._fixed}
+        trained, self._fixed = split_params(params)
         trained = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), trained)
         self.state = TrainState(trained, self._optimizer.init(trained), jnp.int32(0))
         self._head_VD = head_VD

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specjax.checkpoints import CheckpointError, load_drafter
+from specjax.checkpoints import CheckpointError, load_drafter, load_target
 from specjax.checkpoints.dspark import save_dspark
 from specjax.drafters import DSpark, init_dspark
 from tests.drafters.golden import FOLDER, golden_target
@@ -89,6 +89,11 @@ def test_mask_token_that_ends_sequences_is_refused(directory):
         load_drafter(directory, target)
 
 
+def test_a_drafter_is_no_target(directory):
+    with pytest.raises(CheckpointError, match="holds a drafter: load it with load_drafter"):
+        load_target(directory, dtype="float32")
+
+
 def test_damaged_files_are_named(directory):
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -107,7 +112,7 @@ def test_own_format_gives_back_what_was_saved(tmp_path, trimmed):
         target, jax.random.key(1), num_layers=1, mask_token_id=60, markov_rank=4, candidates=3,
         draft_vocab=ids, block_size=4,
     )  # fmt: skip
-    save_dspark(tmp_path / "a" / "drafter", model, params, dtype="float32")
+    save_dspark(tmp_path / "a" / "drafter", model, params, target, dtype="float32")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["drafter"]
     stored = safetensors.numpy.load_file(tmp_path / "a" / "drafter" / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(stored)
@@ -116,12 +121,13 @@ def test_own_format_gives_back_what_was_saved(tmp_path, trimmed):
     assert isinstance(loaded.model, DSpark)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
     with pytest.raises(ValueError, match="exists: remove it"):
-        save_dspark(tmp_path / "a" / "drafter", model, params)
+        save_dspark(str(tmp_path / "a" / "drafter"), model, params, target)
 
 
 def test_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    target = tiny_target()
     model, params = init_dspark(
-        tiny_target(), jax.random.key(1), num_layers=1, mask_token_id=60, markov_rank=4
+        target, jax.random.key(1), num_layers=1, mask_token_id=60, markov_rank=4
     )
 
     def stop(*args):
@@ -129,7 +135,16 @@ def test_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", stop)
     with pytest.raises(KeyboardInterrupt):
-        save_dspark(tmp_path / "drafter", model, params)
+        save_dspark(tmp_path / "drafter", model, params, target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_format_leaves_out_must_be_the_targets(tmp_path):
+    drafter = load_drafter(FOLDER / "dflash", golden_target())
+    params = dict(drafter.params)
+    params["lm_head"] = {"weight": params["lm_head"]["weight"] + 1}
+    with pytest.raises(ValueError, match=r"lm_head is not .*target's"):
+        save_dspark(tmp_path / "drafter", drafter.model, params, golden_target())
     assert not list(tmp_path.iterdir())
 
 

@@ -439,6 +439,7 @@ def test_every_combination_builds_or_says_why_not(rank, head, confidence, trimme
         ({"draft_vocab": [61]}, "distinct token ids from 0 to 60"),
         ({"draft_vocab": []}, "flat list of token ids"),
         ({"num_layers": 0}, "every size must be at least 1"),
+        ({"rank": 3}, r"unknown options \['rank'\]: known are .*markov_rank"),
     ],
     ids=str,
 )

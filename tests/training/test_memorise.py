@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import specjax
-from specjax.drafters import Drafter, init_dspark
-from specjax.drafters.dspark_init import TARGETS_OWN
+from specjax.drafters import Drafter, init_dspark, split_params
 from specjax.training.anchors import make_blocks, sample_anchors
 from specjax.training.losses import LossWeights, dspark_losses
 from tests.toys import tiny_target
@@ -27,7 +26,7 @@ def test_a_memorised_text_is_accepted_about_always(head):
         target, jax.random.key(0), num_layers=1, taps=(-1, 0), mask_token_id=60, markov_rank=8,
         markov_head=head, block_size=5,
     )  # fmt: skip
-    frozen = {name: params.pop(name) for name in TARGETS_OWN}
+    params, frozen = split_params(params)
     optimizer = optax.adam(3e-3)
     mask = jnp.asarray(np.arange(text.shape[1]) >= len(PROMPT) - 1)[None]
 

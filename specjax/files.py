@@ -43,11 +43,11 @@ def partial_path(path: Path) -> Path:
 def plain(value: Any) -> Any:
     """The value as JSON gives it back.
 
-    Tuples become lists and NumPy values plain ones; numbers that JSON lacks (NaN,
-    infinities) become None.
+    Keys become text, tuples lists and NumPy values plain ones; numbers that JSON lacks
+    (NaN, infinities) become None.
     """
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, np.ndarray | np.generic):

@@ -90,6 +90,17 @@ def test_targets_that_cannot_write_are_refused(target):
         write_answers(foreign, [[1]], (0,), WRITING, 0)
 
 
+def test_prompts_without_room_for_an_answer_are_left_out(target):
+    long = [[1] * target.model.max_len]
+    assert write_answers(target, long, (-1,), WRITING, batch=0) == []
+    assert len(write_answers(target, [*long, "ab"], (-1,), WRITING, batch=0)) == 1
+
+
+def test_impossible_temperatures_are_refused():
+    with pytest.raises(ValueError, match="temperature must be at least 0"):
+        Writing(temperatures=(0.0, -1.0))
+
+
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}:", "[user]:"])
 def test_templates_without_a_place_for_the_user_are_refused(template):
     target = tiny_target()

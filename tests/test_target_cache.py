@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -209,11 +210,96 @@ def test_other_damage_is_named(damaged):
     with pytest.raises(CacheError, match=r"hidden_dtype \('bfloat16', now 'float32'\)"):
         TargetCache(damaged)
     edit_manifest(damaged, hidden_dtype="bfloat16", num_samples=11)
-    with pytest.raises(CacheError, match=r"samples\.idx has 672 bytes"):
+    with pytest.raises(CacheError, match=r"samples\.idx is damaged: it has 672 bytes"):
         TargetCache(damaged)
-    (damaged / "manifest.json").write_text("{")
-    with pytest.raises(CacheError, match="not valid JSON"):
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", "null", "[" * 100_000])
+@pytest.mark.parametrize("name", ["manifest.json", "unfinished.json"])
+def test_files_that_hold_no_json_object_are_named(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    read = TargetCache if name == "manifest.json" else partial(CacheWriter, **MADE)
+    with pytest.raises(CacheError, match=rf"{name} (is not valid JSON|must hold a JSON object)"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("hidden_size", [True, -1, 3.7, None]),
+        ("target_layer_ids", ["x", [], ["x"], {}, [[0]]]),
+        ("num_samples", [3.7, 0, "12"]),
+        ("num_shards", [-1, "x"]),
+        ("shards", [3, [3], [{"file_name": "../whole/shard-00000.bin"}]]),
+    ],
+)
+def test_wrong_values_of_the_manifest_are_named(damaged, key, values):
+    for value in values:
+        edit_manifest(damaged, **{key: value})
+        with pytest.raises(CacheError, match=rf"manifest\.json is damaged \(.*{key}"):
+            TargetCache(damaged)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("field", range(8))
+def test_a_changed_index_is_found(damaged, field, checksum):
+    """Also without a checksum, as in the reference's caches: arrays lie side by side."""
+    if not checksum:
+        edit_manifest(damaged, index_sha256=None)
+    index = bytearray((damaged / "samples.idx").read_bytes())
+    start = [0, 8, 12, 16, 24, 32, 40, 48][field]
+    index[start] += 1
+    (damaged / "samples.idx").write_bytes(index)
+    with pytest.raises(CacheError, match=r"samples\.idx is damaged"):
         TargetCache(damaged)
+
+
+def test_changed_progress_is_refused(tmp_path):
+    writer = CacheWriter(tmp_path, shard_bytes=1, **MADE)
+    writer.add(samples(0, 2), 1)
+    file = tmp_path / "unfinished.json"
+    file.write_text(file.read_text().replace('"cursor": 1', '"cursor": 0'))
+    with pytest.raises(CacheError, match="was changed by another program"):
+        CacheWriter(tmp_path, shard_bytes=1, **MADE)
+
+
+def test_an_interrupted_first_write_does_not_lock_the_folder(tmp_path):
+    (tmp_path / ".unfinished.json.partial").write_text("{")
+    assert len(TargetCache(write(tmp_path))) == 12
+
+
+def test_a_refused_batch_adds_nothing(tmp_path):
+    writer = CacheWriter(tmp_path, **MADE)
+    good, bad = samples(3, 2)
+    with pytest.raises(CacheError, match="where the cache has"):
+        writer.add([good, bad._replace(hidden_TD=bad.hidden_TD[:, :2])], 1)
+    empty = Sample(*(array[:0] for array in good))
+    with pytest.raises(CacheError, match="where the cache has"):
+        writer.add([good, empty], 1)
+    with pytest.raises(CacheError, match="tokens must be ids"):
+        writer.add([good._replace(tokens_T=good.tokens_T + 0.5)], 1)
+    writer.add([bad], 1)
+    writer.finish(1)
+    assert len(TargetCache(tmp_path)) == 1
+    with pytest.raises(CacheError, match="is finished"):
+        writer.finish(1)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="cannot make the folder"):
+        CacheWriter(tmp_path / "file", **MADE)
+
+
+def test_keys_of_any_kind_may_say_how_it_was_made(tmp_path):
+    made = {"made_with": {"counts": {1: 2}}}
+    CacheWriter(tmp_path, **{**MADE, **made})
+    CacheWriter(tmp_path, **{**MADE, **made})
+
+
+def test_no_samples_make_no_batch():
+    with pytest.raises(ValueError, match="no samples"):
+        collate([])
 
 
 def test_a_full_disk_is_known_before(tmp_path, monkeypatch):

@@ -117,10 +117,13 @@ def _refuse(config: Mapping[str, Any], implemented: Mapping[str, Any]) -> None:
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes everything into rope_parameters; before that the base stood
     # at the top level and rope_scaling ("type" before "rope_type") held the rest.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"rope_parameters must be a mapping, got {rope!r}")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    given = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    for rope in given:
+        if not isinstance(rope, Mapping | None):
+            raise CheckpointError(f"rope_parameters must be a mapping, got {rope!r}")
+    rope = given[0] or given[1] or {}
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
+    kind = kinds[0] if kinds else "default"
     base = rope if rope.get("rope_theta") is not None else config
     theta = get_number(base, "rope_theta", 10_000.0)
     _refuse(rope, {"partial_rotary_factor": 1.0})

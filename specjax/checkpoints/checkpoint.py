@@ -58,10 +58,7 @@ def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -
       CheckpointError: missing, unexpected, unreadable or wrongly shaped tensors, or
         values that are not finite in float32.
     """
-    if config.num_layers > len(checkpoint.tensors):
-        raise CheckpointError(
-            f"missing tensors: {len(checkpoint.tensors)} cannot make {config.num_layers} layers"
-        )
+    check_depth(checkpoint.tensors, config.num_layers)
     shapes = TransformerTarget(config).param_shapes()
     weights = checkpoint.architecture.layer_weights(config.num_layers)
     names = {path: getattr(weight, checkpoint.format) for path, weight in weights.items()}
@@ -73,6 +70,16 @@ def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -
         return _half_split(array, weights[path], config) if checkpoint.format == "gguf" else array
 
     return read_params(checkpoint.tensors, shapes, names, dtype, harmless, convert)
+
+
+def check_depth(tensors: Mapping[str, StoredTensor], num_layers: int) -> None:
+    """Refuses a number of layers that would take forever to lay out.
+
+    Raises:
+      CheckpointError: fewer tensors than layers.
+    """
+    if num_layers > len(tensors):
+        raise CheckpointError(f"missing tensors: {len(tensors)} cannot make {num_layers} layers")
 
 
 def read_params(
@@ -103,6 +110,8 @@ def read_params(
     def read(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         array = tensors[names[path]].read()
         if jnp.issubdtype(leaf.dtype, jnp.integer):
+            if not np.issubdtype(array.dtype, np.integer):
+                raise CheckpointError(f"tensor {names[path]} holds {array.dtype}, not integers")
             return jnp.array(array, leaf.dtype)
         array = convert(path, _finite(array, names[path]))
         return jnp.array(array, dtype if array.ndim == 2 else "float32")

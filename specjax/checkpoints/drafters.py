@@ -49,6 +49,8 @@ def load_drafter(
 def _load(source: str | os.PathLike[str] | Target, target: Target) -> Drafter:
     if isinstance(source, Target):
         return Drafter(*draft_model(source, target), f"draft_model:{source.name}")
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"a drafter is a name, a path or a Target, got {source!r}")
     name = os.fspath(source)
     kind, _, argument = name.partition(":")
     if name == "prompt_lookup":

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors.numpy
 
 from specjax.checkpoints.architectures import get_architecture, get_size, raw_rope
-from specjax.checkpoints.checkpoint import read_params
+from specjax.checkpoints.checkpoint import check_depth, read_params
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.huggingface import open_weights, read_json
 from specjax.decoding.types import PyTree
@@ -63,11 +63,15 @@ def open_dspark(directory: Path, target: Target) -> tuple[DSpark, PyTree]:
         raise
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+    tensors = open_weights(directory)
+    check_depth(tensors, model.config.backbone.num_layers)
     shapes = model.param_shapes()
     if kind == _OWN:
         shapes = {name: part for name, part in shapes.items() if name not in TARGETS_OWN}
     names = tensor_names(model.config)
-    params = read_params(open_weights(directory), shapes, names, target.dtype)
+    params = read_params(tensors, shapes, names, target.dtype)
+    if "draft_ids" in params:
+        _check_draft_ids(np.asarray(params["draft_ids"]), model.config.backbone.vocab_size)
     return model, attach_target(model, params, target) if kind == _OWN else params
 
 
@@ -123,6 +127,14 @@ def save_dspark(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _check_draft_ids(ids: np.ndarray, vocab_size: int) -> None:
+    if ids[0] < 0 or ids[-1] >= vocab_size or np.any(np.diff(ids) < 1):
+        raise CheckpointError(
+            f"draft_ids must be increasing token ids from 0 to {vocab_size - 1}: "
+            f"the file is damaged"
+        )
 
 
 def _kind(raw: Mapping[str, Any]) -> str:

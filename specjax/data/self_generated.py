@@ -54,6 +54,8 @@ class Writing:
                 "batch_size, user_tokens and answer_tokens must be at least 1, and temperatures "
                 f"must hold one; got {self}"
             )
+        for temperature in (self.user_temperature, *self.temperatures):
+            SamplingParams(temperature_B=temperature, top_p_B=self.top_p).rows(1, 1)
 
     def seeds(self, batch: int, purpose: int) -> UInt32[Array, " B"]:
         """A seed for each row of a batch; user turns and answers have different ones."""
@@ -154,7 +156,8 @@ def write_answers(
 
     Args:
       target: the model.
-      turns: at most `batch_size` prompts, in any form that `generate` takes.
+      turns: at most `batch_size` prompts, in any form that `generate` takes; those as long
+        as the model's context are left out.
       taps: layers whose outputs are kept.
       writing: how.
       batch: which, from 0; for seeds and temperatures.
@@ -167,10 +170,10 @@ def write_answers(
             f"{target.name} gives no hidden states: drafters are trained from those of a target "
             f"loaded by specjax"
         )
-    if not turns:
-        return []
     room = target.model.max_len
     prompts = [ids for ids in encode_prompts(target, turns) if len(ids) < room]
+    if not prompts:
+        return []
     start = batch * writing.batch_size
     temperatures = [
         writing.temperatures[(start + row) % len(writing.temperatures)]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from specjax.files import changes, plain, replacing, write_json
+from specjax.files import changes, digest, partial_path, plain, replacing, write_json
 
 _RECORD = struct.Struct("<QIIQQQQQ")
 _HIDDEN = np.dtype(jnp.bfloat16)
@@ -92,7 +92,10 @@ class CacheWriter:
         self._data = bytearray()
         if (directory / _MANIFEST).exists():
             raise CacheError(f"{directory} holds a complete cache: give another folder")
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CacheError(f"cannot make the folder {directory}: {error.strerror}") from error
         self._resume()
 
     @property
@@ -108,8 +111,11 @@ class CacheWriter:
         """Appends samples; going on from `cursor` must give those that follow them.
 
         Raises:
-          CacheError: arrays of other shapes than the cache's.
+          CacheError: an empty sample, or arrays of other shapes than the cache's; nothing is
+            added then.
         """
+        for sample in samples:
+            self._check(sample)
         for sample in samples:
             self._append(sample)
         if len(self._data) >= self._shard_bytes:
@@ -126,14 +132,17 @@ class CacheWriter:
         """Ends the last shard and makes the cache complete.
 
         Raises:
-          CacheError: there are no samples.
+          CacheError: there are no samples, or it was finished before.
         """
+        if (self._directory / _MANIFEST).exists():
+            raise CacheError(f"{self._directory} is finished")
         if self._pending:
             self._finish_shard(cursor)
         if not self._records:
             raise CacheError("no samples: nothing of what was generated or given can be learnt")
+        index = b"".join(self._records)
         with replacing(self._directory / _INDEX) as path:
-            path.write_bytes(b"".join(self._records))
+            path.write_bytes(index)
         shards = [
             {"shard_id": i, **{key: shard[key] for key in ("file_name", "sha256", "bytes")}}
             for i, shard in enumerate(self._shards)
@@ -148,6 +157,7 @@ class CacheWriter:
             "token_dtype": "int32",
             "mask_dtype": "uint8",
             "index_record_size": _RECORD.size,
+            "index_sha256": hashlib.sha256(index).hexdigest(),
             "target_model_name_or_path": self._header["made_with"].get("target", ""),
             "shards": shards,
             "made_with": self._header["made_with"],
@@ -158,33 +168,38 @@ class CacheWriter:
     def _resume(self) -> None:
         path = self._directory / _UNFINISHED
         if not path.exists():
-            if any(self._directory.iterdir()):
+            # Interrupted in its very first write, a cache leaves that file's beginning.
+            if any(entry != partial_path(path) for entry in self._directory.iterdir()):
                 raise CacheError(f"{self._directory} is not empty and holds no cache")
             self._save_progress()
             return
-        try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            found = changes(state["header"], self._header)
-            self._shards = state["shards"]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CacheError(f"cannot read {path} ({error!r}): remove the folder") from error
+        state = _read_object(path)
+        sealed = {key: value for key, value in state.items() if key != "sha256"}
+        if state.get("sha256") != digest(sealed):
+            raise CacheError(f"{path} was changed by another program: remove the folder")
+        found = changes(state["header"], self._header)
         if found:
             raise CacheError(
                 f"{self._directory} holds an unfinished cache made with another "
                 f"{'; '.join(found)}. Give another folder, or remove it to start afresh"
             )
+        self._shards = state["shards"]
         for i, shard in enumerate(self._shards):
             _check_size(self._directory / _shard_name(i), shard["bytes"])
-            records = bytes.fromhex(shard["index"])
-            size = _RECORD.size
-            self._records += [records[j : j + size] for j in range(0, len(records), size)]
+            self._records += _pieces(bytes.fromhex(shard["index"]), _RECORD.size)
 
-    def _append(self, sample: Sample) -> None:
+    def _check(self, sample: Sample) -> None:
         length, taps, width = len(sample.tokens_T), len(self._header["taps"]), self._header["width"]
         expected = ((length,), (length,), (length, taps, width), (length, width))
         shapes = tuple(array.shape for array in sample)
-        if shapes != expected:
+        if shapes != expected or not length:
             raise CacheError(f"arrays of shapes {shapes} where the cache has {expected}")
+        tokens = sample.tokens_T
+        if not np.issubdtype(tokens.dtype, np.integer) or tokens.min() < 0 or tokens.max() >= 2**31:
+            raise CacheError("tokens must be ids: whole numbers from 0 to 2**31 - 1")
+
+    def _append(self, sample: Sample) -> None:
+        length = len(sample.tokens_T)
         arrays = (
             sample.tokens_T.astype("<i4"),
             np.ones(length, np.uint8),
@@ -217,7 +232,7 @@ class CacheWriter:
 
     def _save_progress(self) -> None:
         state = {"header": self._header, "shards": self._shards}
-        write_json(self._directory / _UNFINISHED, state)
+        write_json(self._directory / _UNFINISHED, {**state, "sha256": digest(state)})
 
 
 class TargetCache:
@@ -233,32 +248,41 @@ class TargetCache:
         Raises:
           CacheError: an unfinished, damaged or unsupported cache; names the file.
         """
-        self._directory = directory
         self.manifest = _read_manifest(directory)
-        try:
-            self.taps = tuple(self.manifest["target_layer_ids"])
-            self.width = int(self.manifest["hidden_size"])
-            shards = list(self.manifest["shards"])
-            records = (directory / _INDEX).read_bytes()
-            if len(records) != int(self.manifest["num_samples"]) * _RECORD.size:
-                raise ValueError(f"{_INDEX} has {len(records)} bytes")
-            self._records = [_RECORD.unpack(r) for r in _pieces(records, _RECORD.size)]
-            paths = [directory / shard["file_name"] for shard in shards]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise CacheError(f"the cache {directory} is damaged: {error}") from error
+        self.taps = tuple(self.manifest["target_layer_ids"])
+        self.width = self.manifest["hidden_size"]
+        paths = [directory / shard["file_name"] for shard in self.manifest["shards"]]
         self._maps = [_map(path) for path in paths]
+        self._records = self._read_index(directory / _INDEX, paths)
         self.lengths = np.array([record[2] for record in self._records])
-        for record in self._records:
-            end = record[7] + record[2] * self.width * _HIDDEN.itemsize
-            if record[1] >= len(paths) or end > len(self._maps[record[1]]):
-                name = paths[record[1]].name if record[1] < len(paths) else f"shard {record[1]}"
-                raise CacheError(
-                    f"{directory / name} is truncated: sample {record[0]} ends past it; "
-                    f"copy the file again, or make the cache anew"
-                )
-        for path, shard in zip(paths, shards, strict=True):
+        for path, shard in zip(paths, self.manifest["shards"], strict=True):
             if check and "sha256" in shard and _sha256(path) != shard["sha256"]:
                 raise CacheError(f"{path} has changed since it was written: copy it again")
+
+    def _read_index(self, path: Path, shards: list[Path]) -> list[tuple[int, ...]]:
+        """The records, which must be in order, and lie side by side within their shards."""
+        data = path.read_bytes() if path.is_file() else b""
+        checksum = self.manifest.get("index_sha256")
+        changed = checksum is not None and hashlib.sha256(data).hexdigest() != checksum
+        if changed or len(data) != self.manifest["num_samples"] * _RECORD.size:
+            raise CacheError(f"{path} is damaged: it has {len(data)} bytes; copy it again")
+        records = [_RECORD.unpack(piece) for piece in _pieces(data, _RECORD.size)]
+        hidden_size = _HIDDEN.itemsize * self.width
+        last_shard, end = 0, 0
+        for i, (sample, shard, length, *offsets) in enumerate(records):
+            start = end if shard == last_shard else 0
+            sizes = (4 * length, length, length, hidden_size * len(self.taps) * length)
+            expected = [start + sum(sizes[:j]) for j in range(5)]
+            right = sample == i and shard - last_shard in (0, 1) and shard < len(shards)
+            if not right or not length or offsets != expected:
+                raise CacheError(f"{path} is damaged at sample {i}: copy it again")
+            last_shard, end = shard, offsets[-1] + hidden_size * length
+            if end > len(self._maps[shard]):
+                raise CacheError(
+                    f"{shards[shard]} is truncated: sample {i} ends past it; copy the file "
+                    f"again, or make the cache anew"
+                )
+        return records
 
     def __len__(self) -> int:
         return len(self._records)
@@ -284,7 +308,12 @@ def collate(samples: Sequence[Sample], length: int | None = None) -> Sample:
     Args:
       samples: sequences; what is longer than `length` is cut off.
       length: T; None takes the longest sample's.
+
+    Raises:
+      ValueError: no samples.
     """
+    if not samples:
+        raise ValueError("no samples to make a batch of")
     length = max(len(s.tokens_T) for s in samples) if length is None else length
 
     def pad(array: np.ndarray) -> np.ndarray:
@@ -319,10 +348,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
             if unfinished
             else f"{directory} is not a target cache: it has no {_MANIFEST}"
         )
-    try:
-        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CacheError(f"{directory / _MANIFEST} is not valid JSON: {error}") from error
+    manifest = _read_object(directory / _MANIFEST)
     expected = {
         "version": 2,
         "hidden_dtype": "bfloat16",
@@ -333,7 +359,42 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     wrong = changes(expected, {key: manifest.get(key) for key in expected})
     if wrong:
         raise CacheError(f"{directory / _MANIFEST}: not supported: {'; '.join(wrong)}")
+    taps, shards = manifest.get("target_layer_ids"), manifest.get("shards")
+    right = {
+        "target_layer_ids": (
+            isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)
+        ),
+        "hidden_size": _is_size(manifest.get("hidden_size")),
+        "num_samples": _is_size(manifest.get("num_samples")),
+        "shards": isinstance(shards, list) and all(map(_is_shard, shards)),
+        "num_shards": isinstance(shards, list) and manifest.get("num_shards") == len(shards),
+    }
+    damaged = [key for key, fine in right.items() if not fine]
+    if damaged:
+        raise CacheError(
+            f"{directory / _MANIFEST} is damaged ({', '.join(damaged)}): copy it again, or make "
+            f"the cache anew"
+        )
     return manifest
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_shard(value: Any) -> bool:
+    name = value.get("file_name") if isinstance(value, dict) else None
+    return isinstance(name, str) and Path(name).name == name
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CacheError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CacheError(f"{path} must hold a JSON object, got a {type(value).__name__}")
+    return value
 
 
 def _pieces(data: bytes, size: int) -> list[bytes]:

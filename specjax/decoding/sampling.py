@@ -325,5 +325,8 @@ def draft_distribution(
     if dist.ids_BGC is None:
         return q_BC
     ids_BC = jnp.take_along_axis(dist.ids_BGC, index_B11, axis=1)[:, 0]
+    # An id that no token has is nobody's; as an index a negative one would count from the end.
+    ids_BC = jnp.where(ids_BC < 0, vocab_size, ids_BC)
     rows_B1 = jnp.arange(len(offset_B))[:, None]
-    return jnp.zeros((len(offset_B), vocab_size), q_BC.dtype).at[rows_B1, ids_BC].add(q_BC)
+    q_BV = jnp.zeros((len(offset_B), vocab_size), q_BC.dtype)
+    return q_BV.at[rows_B1, ids_BC].add(q_BC, mode="drop")

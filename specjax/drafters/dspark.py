@@ -23,6 +23,7 @@ from specjax.models.layers import Block, Embedding, LayerCache, Linear, RMSNorm,
 from specjax.models.transformer import TransformerTarget
 
 Context = tuple[LayerCache, ...]
+_OPTIONAL_SIZES = ("draft_vocab_size", "candidates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,17 @@ class DSparkConfig:
 
     def __post_init__(self) -> None:
         vocab_size = self.backbone.vocab_size
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        for name in ("block_size", "mask_token_id", "markov_rank", *_OPTIONAL_SIZES):
+            value = getattr(self, name)
+            if type(value) is not int and not (value is None and name in _OPTIONAL_SIZES):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if not all(type(tap) is int for tap in self.taps):
+            raise ValueError(f"taps must be layer indices, got {self.taps}")
+        if not 1 <= self.block_size <= self.backbone.max_len:
+            raise ValueError(
+                f"block_size must be at least 1 and at most the target's context of "
+                f"{self.backbone.max_len}, got {self.block_size}"
+            )
         if self.markov_rank < 0:
             raise ValueError(f"markov_rank must be at least 0 (no head), got {self.markov_rank}")
         if self.markov_head not in HEADS:
@@ -300,16 +310,9 @@ class DSpark:
         hidden_BGD = self._run(
             params, "hidden", block_BG[:, None], anchors_B1, state, jnp.max(anchors_B1)
         )[:, 0, :draft_len]
-        base_BGC, candidates_BGC = self._run(params, "base_logits", hidden_BGD), None
-        if c.candidates is not None:
-            base_BGC, candidates_BGC = lax.top_k(base_BGC, c.candidates)
-        ids_BGC = candidates_BGC
-        if c.draft_vocab_size is not None:
-            shape = base_BGC.shape
-            ids_V = params["draft_ids"]
-            ids_BGC = (
-                jnp.broadcast_to(ids_V, shape) if candidates_BGC is None else ids_V[candidates_BGC]
-            )
+        base_BGC, rows_BGC, ids_BGC = self._candidates(
+            params, self._run(params, "base_logits", hidden_BGD)
+        )
 
         def at(array_BG: Array | None, k: Array) -> Array | None:
             return None if array_BG is None else array_BG[:, k]
@@ -323,7 +326,7 @@ class DSpark:
                 previous_B,
                 hidden_BGD[:, k],
                 base_BGC[:, k],
-                at(candidates_BGC, k),
+                at(rows_BGC, k),
             )
             token_B, q_BC = draw_draft(
                 logits_BC, sampling, length_B, drafted_BG, k, keys_BG[:, k], at(ids_BGC, k)
@@ -342,6 +345,22 @@ class DSpark:
         if confidence_BG is not None:
             confidence_BG = nn.sigmoid(confidence_BG)
         return Proposal(drafted_BG, DraftDist(q_BGC, ids_BGC), confidence_BG), state
+
+    def _candidates(
+        self, params: PyTree, base_BGV: Float[Array, "B G V"]
+    ) -> tuple[Float[Array, "B G C"], Int[Array, "B G C"] | None, Int[Array, "B G C"] | None]:
+        """Base logits of the tokens to choose among, their rows of the head, and their ids.
+
+        Rows are None where all of the head's are there, ids where these are all tokens.
+        """
+        base_BGC, rows_BGC = base_BGV, None
+        if self.config.candidates is not None:
+            base_BGC, rows_BGC = lax.top_k(base_BGV, self.config.candidates)
+        if self.config.draft_vocab_size is None:
+            return base_BGC, rows_BGC, rows_BGC
+        ids_V = params["draft_ids"]
+        ids_BGC = jnp.broadcast_to(ids_V, base_BGC.shape) if rows_BGC is None else ids_V[rows_BGC]
+        return base_BGC, rows_BGC, ids_BGC
 
     def observe(
         self,

@@ -58,7 +58,8 @@ def init_dspark(
     if taps is None:
         taps = sorted({round(tap) for tap in np.linspace(min(1, depth - 2), max(depth - 3, 1), 5)})
         taps = [tap for tap in taps if tap <= depth - 2]
-    known = {field.name for field in dataclasses.fields(DSparkConfig)} - {"backbone"}
+    known = {field.name for field in dataclasses.fields(DSparkConfig)}
+    known -= {"backbone", "draft_vocab_size"}
     if unknown := sorted(options.keys() - known):
         raise ValueError(f"unknown options {unknown}: known are {sorted(known)}")
     ids = None if draft_vocab is None else check_draft_vocab(draft_vocab, model.vocab_size)
@@ -66,11 +67,11 @@ def init_dspark(
         backbone=dataclasses.replace(
             model.config, architecture="qwen3", num_layers=num_layers, qk_norm=True, tied_head=False
         ),
-        taps=tuple(taps),
-        block_size=block_size,
-        mask_token_id=unused_token(target) if mask_token_id is None else mask_token_id,
+        taps=tuple(map(_plain_int, np.atleast_1d(taps))),
+        block_size=_plain_int(block_size),
+        mask_token_id=unused_token(target) if mask_token_id is None else _plain_int(mask_token_id),
         draft_vocab_size=None if ids is None else len(ids),
-        **options,
+        **{name: _plain_int(value) for name, value in options.items()},
     )
     drafter = DSpark(config)
     check_fits(drafter, target)
@@ -80,7 +81,9 @@ def init_dspark(
         params = nn.unbox(drafter.init_params(key))
         return {name: part for name, part in params.items() if name not in TARGETS_OWN}
 
-    weights = jnp.dtype(target.dtype if dtype is None else dtype)
+    weights = target.dtype if dtype is None else dtype
+    if weights not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     params = jax.tree.map(lambda leaf: leaf.astype(weights) if leaf.ndim == 2 else leaf, make(key))
     if ids is not None:
         params["draft_ids"] = ids
@@ -138,8 +141,13 @@ def restrict(
         params["draft_ids"] = ids
         config = dataclasses.replace(config, draft_vocab_size=len(ids))
     if candidates is not None:
-        config = dataclasses.replace(config, candidates=candidates or None)
+        config = dataclasses.replace(config, candidates=_plain_int(candidates) or None)
     return DSpark(config), params
+
+
+def _plain_int(value: Any) -> Any:
+    """NumPy's integers as Python's, which JSON knows; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def check_draft_vocab(ids: Sequence[int], vocab_size: int) -> Int[Array, " V"]:

@@ -52,7 +52,12 @@ def sample_anchors(
     Returns:
       anchors_BA and keep_BA. Where a row has fewer candidates the rest is anchor 0, not
       kept; kept ones come first.
+
+    Raises:
+      ValueError: no anchors asked for.
     """
+    if num_anchors < 1:
+        raise ValueError(f"num_anchors must be at least 1, got {num_anchors}")
     candidates_BT = anchor_candidates(loss_mask_BT)
     count = candidates_BT.shape[1]
     chosen_BA = jnp.argsort(jnp.where(candidates_BT, uniform_BT, jnp.inf), axis=1)[:, :num_anchors]

@@ -1,6 +1,7 @@
 """Losses of a DSpark drafter (Cheng et al., 2026, equations 8 to 12)."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -33,7 +34,9 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         weights = (self.cross_entropy, self.total_variation, self.confidence)
-        if min(weights) < 0 or not any(weights) or self.decay <= 0:
+        numbers = (*weights, self.decay)
+        finite = all(math.isfinite(number) for number in numbers)
+        if not finite or min(weights) < 0 or not any(weights) or self.decay <= 0:
             raise ValueError(
                 f"loss weights must be at least 0, one of them and the decay above 0; got {self}"
             )

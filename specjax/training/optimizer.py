@@ -1,5 +1,7 @@
 """The optimiser of drafter training, as DeepSpec configures it."""
 
+import math
+
 import optax
 
 
@@ -12,10 +14,10 @@ def warmup_cosine(peak: float, total_steps: int, warmup_ratio: float) -> optax.S
     Raises:
       ValueError: no steps, or a ratio outside 0..1.
     """
-    if total_steps < 1 or not 0 <= warmup_ratio < 1:
+    if total_steps < 1 or not 0 <= warmup_ratio < 1 or not 0 < peak < math.inf:
         raise ValueError(
-            f"total_steps must be at least 1 and warmup_ratio from 0 to below 1, got "
-            f"{total_steps} and {warmup_ratio}"
+            f"total_steps must be at least 1 and warmup_ratio from 0 to below 1, the peak above "
+            f"0; got {total_steps}, {warmup_ratio} and {peak}"
         )
     warmup = int(warmup_ratio * total_steps)
     cosine = optax.cosine_decay_schedule(peak, total_steps - warmup)

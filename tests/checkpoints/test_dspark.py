@@ -69,6 +69,10 @@ def test_options_are_read(kind, head, rank, confidence):
         ({"confidence_head_with_markov": True}, "confidence_head.proj.weight has shape"),
         ({"num_hidden_layers": 3}, "missing tensors: layers.2"),
         ({"num_hidden_layers": 1}, "unexpected tensors: layers.1"),
+        ({"num_hidden_layers": 10**7}, "cannot make 10000000 layers"),
+        ({"block_size": 2**31 - 1}, "at most the target's context of 512"),
+        ({"rope_parameters": []}, "rope_parameters must be a mapping"),
+        ({"rope_parameters": {"rope_type": []}}, r"rope type \[\] is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"vocab_size": 96, "mask_token_id": 95}, "vocabulary has 96 tokens and that of .* 97"),
         ({"hidden_size": 64}, "is 64 wide and .* 32"),
@@ -122,6 +126,34 @@ def test_own_format_gives_back_what_was_saved(tmp_path, trimmed):
     jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
     with pytest.raises(ValueError, match="exists: remove it"):
         save_dspark(str(tmp_path / "a" / "drafter"), model, params, target)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[-1, 1, 2], [3, 3, 9], [9, 5, 3], [3, 5, 97], [3.0, 5.0, 9.0], [np.nan, 5, 9]],
+    ids=str,
+)
+def test_damaged_draft_ids_are_refused(tmp_path, ids):
+    """They decide where q is zero: a wrong one would change the output."""
+    target = golden_target()
+    drafter = load_drafter(FOLDER / "dspark_rnn", target, draft_vocab=[5, 3, 9])
+    save_dspark(tmp_path / "drafter", drafter.model, drafter.params, target)
+    file = tmp_path / "drafter" / "model.safetensors"
+    stored = safetensors.numpy.load_file(file)
+    kind = np.float32 if isinstance(ids[0], float) else np.int32
+    safetensors.numpy.save_file({**stored, "draft_ids": np.array(ids, kind)}, file)
+    with pytest.raises(CheckpointError, match="draft_ids"):
+        load_drafter(tmp_path / "drafter", target)
+
+
+def test_numpys_integers_can_be_saved(tmp_path):
+    target = tiny_target()
+    model, params = init_dspark(
+        target, jax.random.key(0), num_layers=1, mask_token_id=5, candidates=np.int64(3),
+        markov_rank=np.int32(4),
+    )  # fmt: skip
+    save_dspark(tmp_path / "drafter", model, params, target)
+    assert load_drafter(tmp_path / "drafter", target).model == model
 
 
 def test_interrupted_save_leaves_nothing(tmp_path, monkeypatch):

@@ -10,10 +10,10 @@ import pytest
 
 from specjax.decoding.accept import accept_rejection
 from specjax.decoding.loop import decode, init_decode_state
-from specjax.decoding.sampling import draft_probs, process_logits
+from specjax.decoding.sampling import draft_distribution, draft_probs, process_logits
 from specjax.decoding.schedule import ThresholdPolicy
 from specjax.decoding.step import speculate_step
-from specjax.decoding.types import DecodeConfig, SamplingParams
+from specjax.decoding.types import DecodeConfig, DraftDist, SamplingParams
 from specjax.drafters import Drafter, DSpark, DSparkConfig, NoDrafter, init_dspark
 from specjax.drafters.dspark import DSparkNet
 from specjax.drafters.dspark_init import restrict, unused_token
@@ -407,17 +407,29 @@ def test_every_combination_builds_or_says_why_not(rank, head, confidence, trimme
         with pytest.raises(ValueError, match="set confidence_with_markov=False, or markov_rank"):
             init_dspark(target, jax.random.key(0), **options)
         return
-    model, params = init_dspark(target, jax.random.key(0), num_layers=1, **options)
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(
+    made = []
+
+    def build(key):
+        made.append(init_dspark(target, key, num_layers=1, **options))
+        return made[0][1]
+
+    params = jax.eval_shape(build, jax.random.key(0))  # all but the compilation
+    model = made[0][0]
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(
         lambda leaf: leaf.shape, model.param_shapes()
     )
-    shapes = jax.eval_shape(
-        lambda: model.propose(
-            params, model.init_state(2, 16), jnp.array([1, 2]), jnp.array([1, 5]),
-            sampling_state(SamplingParams(), 2, 61), jax.random.split(jax.random.key(0), (2, 3)),
-        )[0].tokens_BG
-    )  # fmt: skip
-    assert shapes.shape == (2, 3)
+
+    def propose(params, keys):
+        state, sampling = model.init_state(2, 16), sampling_state(SamplingParams(), 2, 61)
+        anchors, lengths = jnp.array([1, 2]), jnp.array([1, 5])
+        proposal, _ = model.propose(params, state, anchors, lengths, sampling, keys)
+        return proposal.tokens_BG, proposal.dist.logits_BGC, proposal.confidence_BG
+
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    tokens, q_logits, confidences = jax.eval_shape(propose, params, keys)
+    assert tokens.shape == (2, 3)
+    assert q_logits.shape == (2, 3, 4 if trimmed else 61)
+    assert (confidences is None) == (confidence is None)
 
 
 @pytest.mark.parametrize(
@@ -439,6 +451,10 @@ def test_every_combination_builds_or_says_why_not(rank, head, confidence, trimme
         ({"draft_vocab": [61]}, "distinct token ids from 0 to 60"),
         ({"draft_vocab": []}, "flat list of token ids"),
         ({"num_layers": 0}, "every size must be at least 1"),
+        ({"block_size": 2**31 - 1}, "at most the target's context of 256"),
+        ({"candidates": True}, "candidates must be a whole number, got True"),
+        ({"dtype": "int8"}, "dtype must be 'float32' or 'bfloat16'"),
+        ({"draft_vocab_size": 4}, "unknown options"),
         ({"rank": 3}, r"unknown options \['rank'\]: known are .*markov_rank"),
     ],
     ids=str,
@@ -447,6 +463,13 @@ def test_wrong_options_are_named(options, message):
     target = dataclasses.replace(tiny_target(), stop_ids=(9,))
     with pytest.raises(ValueError, match=message):
         init_dspark(target, jax.random.key(0), **{"mask_token_id": 60, **options})
+
+
+def test_ids_that_no_token_has_are_no_ones():
+    """As an index -1 would be the last token."""
+    dist = DraftDist(jnp.zeros((1, 1, 2)), jnp.array([[[-1, 1]]]))
+    q = draft_distribution(dist, jnp.array([0]), 4)
+    np.testing.assert_allclose(q, [[0, 0.5, 0, 0]])
 
 
 def test_more_drafts_than_the_block_size_are_refused():

@@ -56,3 +56,8 @@ def test_blocks_hold_what_follows_their_anchors():
         [True, True, False, False],
         [False] * 4,
     ]
+
+
+def test_no_anchors_are_refused():
+    with pytest.raises(ValueError, match="num_anchors must be at least 1"):
+        sample_anchors(jnp.ones((2, 4), bool), jnp.zeros((2, 3)), 0)

@@ -150,7 +150,9 @@ def test_learning_rates_equal_the_reference(data_dir):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("arguments", [(1e-3, 0, 0.1), (1e-3, 10, 1.0), (1e-3, 10, -0.1)])
+@pytest.mark.parametrize(
+    "arguments", [(1e-3, 0, 0.1), (1e-3, 10, 1.0), (1e-3, 10, -0.1), (float("nan"), 10, 0.1)]
+)
 def test_impossible_schedules_are_refused(arguments):
     with pytest.raises(ValueError, match="total_steps must be at least 1 and warmup_ratio"):
         warmup_cosine(*arguments)
@@ -198,6 +200,8 @@ def test_loss_of_a_drafter_that_is_the_target_is_zero():
         ({"cross_entropy": -1.0}, "at least 0"),
         ({"cross_entropy": 0.0, "total_variation": 0.0, "confidence": 0.0}, "one of them"),
         ({"decay": 0.0}, "decay above 0"),
+        ({"decay": float("nan")}, "decay above 0"),
+        ({"cross_entropy": float("nan")}, "at least 0"),
     ],
 )
 def test_wrong_weights_are_refused(arguments, message):

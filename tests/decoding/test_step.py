@@ -12,6 +12,8 @@ from scipy import stats as scipy_stats
 import specjax.decoding.step as step_module
 from specjax.decoding import sampling as sampling_module
 from specjax.decoding.loop import decode, init_decode_state, stream
+from specjax.decoding.sampling import draft_probs
+from specjax.decoding.schedule import ThresholdPolicy
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import (
     DecodeConfig,
@@ -154,12 +156,13 @@ class NoiseTable:
         return value.astype(np.float32)
 
 
-def test_three_rounds_enumerated_through_the_step_with_its_keys(monkeypatch):
-    """Every noise value of three rounds, γ = 2: the first three tokens' joint is exact."""
-    table = np.log([[0.75, 0.25], [0.5, 0.5]]).astype(np.float32)
-    draft_table = np.log([[0.5, 0.5], [0.5, 0.5]]).astype(np.float32)
-    # Draws of a round in the order the step makes them: two drafts, two acceptances, one next.
-    noise = NoiseTable([2, 2, 2, 2, 4] * 3)
+def three_rounds(monkeypatch, table, draft_table, levels, drafter, config):
+    """Joint of the first three tokens over every noise value of three rounds.
+
+    `levels` are those of one round's draws in the order the step makes them: drafts,
+    acceptances, the next token.
+    """
+    noise = NoiseTable(levels * 3)
 
     def sample(keys, logits):
         first = np.asarray(jax.nn.softmax(logits))[:, 0]
@@ -183,24 +186,61 @@ def test_three_rounds_enumerated_through_the_step_with_its_keys(monkeypatch):
         cache=MarkovTarget(2).init_cache(rows, 16),
         drafter_state=(),
         policy_state=(),
-        stats=RoundStats.zeros(rows, 2),
+        stats=RoundStats.zeros(rows, config.draft_len),
     )
     with jax.disable_jit():
         for _ in range(3):
             state, _ = speculate_step(
-                jnp.asarray(table),
-                jnp.asarray(draft_table),
+                jnp.log(jnp.array(table)),
+                jnp.log(jnp.array(draft_table)),
                 state,
                 target=MarkovTarget(2),
-                drafter=MarkovDrafter(),
-                config=DecodeConfig(2),
+                drafter=drafter,
+                config=config,
             )
     assert noise.reused == 0
     assert len(noise.keys) == len(noise.levels)
     new = np.asarray(state.tokens_BS)[:, 1:4]
-    joint = np.bincount(new @ [4, 2, 1], minlength=8) / rows
-    p = softmax(table)
-    np.testing.assert_allclose(joint, markov_joint(p[0], p, 3).reshape(-1), atol=1e-6)
+    verified = np.asarray(state.stats.verified_BG).sum()
+    assert verified > 0  # or nothing was put to the test
+    return np.bincount(new @ [4, 2, 1], minlength=8) / rows
+
+
+def exact_joint(table):
+    p = np.array(table)
+    return markov_joint(p[0], p, 3).reshape(-1)
+
+
+def test_three_rounds_enumerated_through_the_step_with_its_keys(monkeypatch):
+    """γ = 2, every draft verified."""
+    table, draft_table = [[0.75, 0.25], [0.5, 0.5]], [[0.5, 0.5], [0.5, 0.5]]
+    joint = three_rounds(
+        monkeypatch, table, draft_table, [2, 2, 2, 2, 4], MarkovDrafter(), DecodeConfig(2)
+    )
+    np.testing.assert_allclose(joint, exact_joint(table), atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnticipatingDrafter(MarkovDrafter):
+    """Broken: its confidence is the probability of the very token that it drew."""
+
+    def propose(self, params, state, anchor_B, length_B, sampling, keys_BG):
+        proposal, state = super().propose(params, state, anchor_B, length_B, sampling, keys_BG)
+        chance_BG = draft_probs(proposal.dist, proposal.tokens_BG)
+        return dataclasses.replace(proposal, confidence_BG=chance_BG), state
+
+
+@pytest.mark.parametrize("drafter", [MarkovDrafter(), AnticipatingDrafter()])
+def test_three_rounds_enumerated_under_a_threshold(monkeypatch, drafter):
+    """γ = 1: after token 0 the confidence is 0.5, which is too low, after token 1 0.75."""
+    table, draft_table = [[0.75, 0.25], [0.5, 0.5]], [[0.5, 0.5], [0.75, 0.25]]
+    config = DecodeConfig(1, ThresholdPolicy(0.6))
+    joint = three_rounds(monkeypatch, table, draft_table, [4, 6, 4], drafter, config)
+    difference = np.abs(joint - exact_joint(table)).max()
+    if isinstance(drafter, AnticipatingDrafter):
+        assert difference > 0.01  # the same check finds the leak
+    else:
+        assert difference < 1e-6
 
 
 # --- Greedy equality, rows and drivers --------------------------------------------------

@@ -253,6 +253,14 @@ RESTRICTED = {
 }
 
 
+SOME_SLOW = [
+    "all",
+    pytest.param("candidates", marks=pytest.mark.slow),
+    pytest.param("trimmed", marks=pytest.mark.slow),
+    "both",
+]
+
+
 def new_tokens(drafter, draft_len, prompts, *, acceptance="rejection", **options):
     target = golden_target()
     static = {
@@ -269,8 +277,19 @@ def new_tokens(drafter, draft_len, prompts, *, acceptance="rejection", **options
     return [tokens[a:b].tolist() for tokens, a, b in rows], state
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("restriction", RESTRICTED)
+@pytest.mark.parametrize(
+    ("restriction", "temperature"),
+    [
+        ("all", 0.8),
+        ("candidates", 0.0),
+        ("both", 0.8),
+        pytest.param("all", 0.0, marks=pytest.mark.slow),
+        pytest.param("candidates", 0.8, marks=pytest.mark.slow),
+        pytest.param("trimmed", 0.0, marks=pytest.mark.slow),
+        pytest.param("trimmed", 0.8, marks=pytest.mark.slow),
+        pytest.param("both", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_output_is_the_targets_own(restriction, temperature):
     """Token for token: greedy, and coupled, with processors that drafts must follow."""
     drafter = golden_drafter("dspark_gated", **RESTRICTED[restriction])
@@ -291,7 +310,7 @@ def test_output_is_the_targets_own(restriction, temperature):
     assert state.stats.accepted_BG.sum() > 0
 
 
-@pytest.mark.parametrize("restriction", RESTRICTED)
+@pytest.mark.parametrize("restriction", SOME_SLOW)
 def test_draft_is_drawn_from_q(restriction):
     """Many rows of one state: how often each token comes first is what q says."""
     rows, drafter = 20_000, golden_drafter("dspark_vanilla", **RESTRICTED[restriction])
@@ -322,7 +341,7 @@ def test_draft_is_drawn_from_q(restriction):
         np.testing.assert_allclose(same, same[:1].repeat(len(same), axis=0), atol=1e-6)
 
 
-@pytest.mark.parametrize("restriction", RESTRICTED)
+@pytest.mark.parametrize("restriction", SOME_SLOW)
 def test_enumerated_round_has_the_targets_distribution(restriction):
     """All pairs of drafts that q allows, and all outcomes of their acceptance."""
     rows, prompt, anchor = 4096, [3, 14, 15, 9], 26

@@ -45,7 +45,7 @@ def calls(monkeypatch):
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"draft_len": -1}, "draft_len must be at least 0"),
         ({"temperature": float("nan")}, "temperature must be at least 0"),
-        ({"seed": -1}, "seed must be from 0"),
+        ({"seed": -1}, "seed must be whole numbers, from 0"),
     ],
 )
 def test_bad_settings(options, message):

@@ -177,6 +177,7 @@ def words_target(tmp_path, data_dir):
     return folder
 
 
+@pytest.mark.slow
 def test_killed_runs_go_on_as_if_they_had_not_been(get_config, words_target, tmp_path):
     """Interrupted, then killed, each time soon after a file was saved."""
     for i in range(20):

@@ -15,7 +15,7 @@ from tests.toys import tiny_target
 PROMPT, NEW, STEPS = [5, 6, 7], 60, 300
 
 
-@pytest.mark.parametrize("head", ["vanilla", "rnn"])
+@pytest.mark.parametrize("head", [pytest.param("vanilla", marks=pytest.mark.slow), "rnn"])
 @jax.numpy_dtype_promotion("standard")  # optax mixes floats with its integer step
 def test_a_memorised_text_is_accepted_about_always(head):
     target = tiny_target()

@@ -68,6 +68,7 @@ def test_ten_steps_equal_five_resumed_and_five_bitwise(target, cache, tmp_path):
     same(again.state, whole.state)
 
 
+@pytest.mark.slow
 def test_interrupted_runs_go_on_where_they_were(target, cache, tmp_path):
     def interrupt(step, log):
         if step == 4:
@@ -110,6 +111,7 @@ def test_training_is_logged_and_improves_held_out_acceptance(target, cache, tmp_
     assert result.tokens == specjax.generate(target, None, [[1, 1]], max_new_tokens=20).tokens
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay(target, cache, tmp_path):
     run = trainer(target, cache, draft_vocab=range(0, 61, 2))
     before = jax.tree.map(jnp.copy, run.params)

@@ -411,7 +411,7 @@ def test_candidates_that_are_all_forbidden_still_have_a_distribution():
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("confidence", [None, False, True])
-@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("trimmed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_combination_builds_or_says_why_not(rank, head, confidence, trimmed):
     options = {
         "markov_rank": rank,

@@ -39,6 +39,7 @@ def target(monkeypatch):
     return target
 
 
+@pytest.mark.slow
 def test_cache_then_train_then_decode(target, get_config, tmp_path, capsys, monkeypatch):
     cache.run(get_config("cache", **CACHE), tmp_path / "data")
     printed = capsys.readouterr().out

@@ -86,6 +86,7 @@ def test_interrupted_runs_go_on_where_they_were(target, cache, tmp_path):
     same(again.state, whole.state)
 
 
+@pytest.mark.slow
 def test_training_is_logged_and_improves_held_out_acceptance(target, cache, tmp_path):
     settings = Training(
         steps=120, batch_size=4, num_anchors=16, max_len=32, held_out=3, learning_rate=3e-3

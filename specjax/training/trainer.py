@@ -134,6 +134,7 @@ class Trainer:
             partial(_train_step, optimizer=self._optimizer, **static), donate_argnums=0
         )
         self._evaluate = jax.jit(partial(_batch_losses, **static))
+        self._evaluated: tuple[int, Losses] | None = None  # at which step, and what it gave
 
     @property
     def params(self) -> PyTree:
@@ -206,6 +207,12 @@ class Trainer:
 
     def evaluate(self) -> Losses:
         """Means over the held-out sequences; the same anchors every time."""
+        step = int(self.state.step)
+        if self._evaluated is None or self._evaluated[0] != step:
+            self._evaluated = step, self._evaluate_now()
+        return self._evaluated[1]
+
+    def _evaluate_now(self) -> Losses:
         size, held_out = self._settings.batch_size, self._settings.held_out
         first = len(self._cache) - held_out
         parts = []

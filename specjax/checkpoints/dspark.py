@@ -120,7 +120,9 @@ def save_dspark(
     try:
         (partial / "config.json").write_text(json.dumps(_raw_config(model.config), indent=2))
         safetensors.numpy.save_file(tensors, partial / "model.safetensors")
-        partial.chmod(0o755)  # what a plain mkdir gives, where the temporary folder is private
+        # Readable by others, as plain files and folders are; these were made private.
+        (partial / "model.safetensors").chmod(0o644)
+        partial.chmod(0o755)
         if directory.exists():
             shutil.rmtree(directory)
         partial.rename(directory)

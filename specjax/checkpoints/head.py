@@ -42,6 +42,7 @@ def save_head(directory: Path, target: Target, mask_token_id: int | None) -> Non
     tensors = {name: np.asarray(jax.device_get(array)) for name, array in params.items()}
     with replacing(directory / _WEIGHTS) as path:
         safetensors.numpy.save_file(tensors, path)
+        path.chmod(0o644)  # readable by others, as plain files are
     about = {
         "name": target.name,
         "dtype": target.dtype,

@@ -120,6 +120,8 @@ def test_own_format_gives_back_what_was_saved(tmp_path, trimmed):
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["drafter"]
     stored = safetensors.numpy.load_file(tmp_path / "a" / "drafter" / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(stored)
+    for path in (tmp_path / "a" / "drafter").iterdir():
+        assert path.stat().st_mode & 0o444 == 0o444, path  # readable by all
     loaded = load_drafter(tmp_path / "a" / "drafter", target)
     assert loaded.model == model
     assert isinstance(loaded.model, DSpark)

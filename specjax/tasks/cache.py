@@ -1,7 +1,6 @@
 """Task "cache": the target writes training text, and its hidden states are kept."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from specjax.data.target_cache import (
     check_room,
 )
 from specjax.evaluation.report import environment
-from specjax.files import write_json
+from specjax.files import digest, write_json
 from specjax.models.transformer import TransformerTarget
 from specjax.tasks.common import enable_compilation_cache, open_workdir, plain_config
 
@@ -49,7 +48,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         "target": config.target,
         "weights": target.fingerprint(),
         "dtype": target.dtype,
-        "chat_template": _digest(getattr(target.tokenizer, "chat_template", None)),
+        "chat_template": digest(getattr(target.tokenizer, "chat_template", None)),
     }
     writer = CacheWriter(folder, taps=taps, width=width, made_with=made_with)
     save_head(folder, target, config.mask_token_id)
@@ -112,7 +111,3 @@ def _unseen(samples: list[Sample], seen: set[bytes]) -> Iterator[Sample]:
         if key not in seen:
             seen.add(key)
             yield sample
-
-
-def _digest(text: str | None) -> str:
-    return hashlib.sha256((text or "").encode()).hexdigest()[:16]

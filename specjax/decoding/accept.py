@@ -16,6 +16,8 @@ from specjax.decoding.sampling import (
     RoundKeys,
     draft_distribution,
     draft_probs,
+    gumbel,
+    largest,
     process_logits,
     sample,
     uniform,
@@ -52,13 +54,14 @@ def accept(
       sampling: rows with temperature 0 keep a draft iff it is the target's arg-max.
       keys: of this round; keys by position make acceptance coupled.
     """
-    best_BT = jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32)
+    best_BT = largest(logits_BTV)
     greedy = accept_equal(best_BT, proposal.tokens_BG, verify_len_B)
 
     def sampled() -> Verdict:
         target_logits_BTV = process_logits(logits_BTV, sampling.params)
         if keys.position_BT is not None:
-            tokens_BT = sample(keys.position_BT, target_logits_BTV)
+            noise_BTV = gumbel(keys.position_BT, target_logits_BTV.shape[-1])
+            tokens_BT = largest(target_logits_BTV + noise_BTV)
             return accept_equal(tokens_BT, proposal.tokens_BG, verify_len_B)
         accepted_B, next_logits_BV = accept_rejection(
             target_logits_BTV, proposal, verify_len_B, uniform(keys.accept_BG)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Key
 from specjax.decoding.types import DraftDist, SamplingParams, SamplingState
 
 _DRAFT, _ACCEPT, _NEXT = range(3)
+_PIECE = 256  # tokens of the vocabulary that `sample` and `largest` take together at first
 
 
 class RoundKeys(NamedTuple):
@@ -273,13 +274,13 @@ def draw_draft(
         allowed_B11 = jnp.any(logits_B1C > -jnp.inf, axis=-1, keepdims=True)
         logits_B1C = jnp.where(allowed_B11, logits_B1C, logits_BC[:, None])
     q_logits_BC = process_logits(logits_B1C, sampling.params)[:, 0]
-    best_B = jnp.argmax(q_logits_BC, axis=-1).astype(jnp.int32)
+    best_B = largest(q_logits_BC)
 
     def drawn() -> Array:
-        if ids_BC is None or sampling.coupled_vocab is None:
+        if sampling.coupled_vocab is None:
             return sample(key_B, q_logits_BC)
         noise_BV = gumbel(key_B, sampling.coupled_vocab)
-        return jnp.argmax(q_logits_BC + _at_ids(noise_BV, ids_BC), axis=-1).astype(jnp.int32)
+        return largest(q_logits_BC + _at_ids(noise_BV, ids_BC))
 
     index_B = lax.cond(
         jnp.all(sampling.greedy_B),
@@ -291,9 +292,46 @@ def draw_draft(
 
 
 def sample(keys: Key[Array, "*rows"], logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """One token from softmax(logits) for each key, by the Gumbel-max trick."""
-    noise = gumbel(keys, logits.shape[-1])
-    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+    """One token from softmax(logits) for each key, by inversion of the cumulative sum.
+
+    First a piece of the vocabulary is drawn and then a token of it, with a uniform number
+    for each: no sum is long, and two numbers serve where Gumbel noise would take V.
+    """
+    uniform_2 = uniform(keys, (2,))
+    weights = _pieces(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), fill=0.0)
+    piece = _invert(jnp.sum(weights, axis=-1), uniform_2[..., 0])
+    return piece * _PIECE + _invert(_at(weights, piece), uniform_2[..., 1])
+
+
+def largest(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """The first index of the largest value, as `jnp.argmax`, which is slow over long rows."""
+    pieces = _pieces(values, fill=-jnp.inf)
+    piece = jnp.argmax(jnp.max(pieces, axis=-1), axis=-1).astype(jnp.int32)
+    return piece * _PIECE + jnp.argmax(_at(pieces, piece), axis=-1).astype(jnp.int32)
+
+
+def _pieces(values: Float[Array, "*rows V"], fill: float) -> Float[Array, "*rows C I"]:
+    missing = -values.shape[-1] % _PIECE
+    if missing:
+        padding = [(0, 0)] * (values.ndim - 1) + [(0, missing)]
+        values = jnp.pad(values, padding, constant_values=fill)
+    return values.reshape(*values.shape[:-1], -1, _PIECE)
+
+
+def _at(pieces: Float[Array, "*rows C I"], index: Int[Array, "*rows"]) -> Float[Array, "*rows I"]:
+    return jnp.take_along_axis(pieces, index[..., None, None], axis=-2)[..., 0, :]
+
+
+def _invert(
+    weights: Float[Array, "*rows C"], uniform: Float[Array, "*rows"]
+) -> Int[Array, "*rows"]:
+    """The first index at which the weights' running sum exceeds `uniform` of the whole.
+
+    Never one of weight 0, however the sum is rounded.
+    """
+    sums = jnp.cumsum(weights, axis=-1)
+    beyond = sums > uniform[..., None] * sums[..., -1:]
+    return jnp.argmax(jnp.where(weights > 0, jnp.where(beyond, 2, 1), 0), axis=-1).astype(jnp.int32)
 
 
 def gumbel(keys: Key[Array, "*rows"], size: int) -> Float[Array, "*rows V"]:
@@ -302,10 +340,10 @@ def gumbel(keys: Key[Array, "*rows"], size: int) -> Float[Array, "*rows V"]:
     return jax.vmap(draw)(keys.reshape(-1)).reshape(*keys.shape, size)
 
 
-def uniform(keys: Key[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """One number on [0, 1) for each key."""
-    draw = partial(jax.random.uniform, dtype=jnp.float32)
-    return jax.vmap(draw)(keys.reshape(-1)).reshape(keys.shape)
+def uniform(keys: Key[Array, "*rows"], shape: tuple[int, ...] = ()) -> Float[Array, "*numbers"]:
+    """Numbers on [0, 1) of that shape for each key."""
+    draw = partial(jax.random.uniform, shape=shape, dtype=jnp.float32)
+    return jax.vmap(draw)(keys.reshape(-1)).reshape(*keys.shape, *shape)
 
 
 def draft_probs(dist: DraftDist, tokens_BG: Int[Array, "B G"]) -> Float[Array, "B G"]:

@@ -36,7 +36,7 @@ def test_line_separators_inside_a_string_do_not_end_the_line(tmp_path):
         ('{"turns": "x"}', "line 2: expected"),
         ('{"turns": [3]}', "line 2: expected"),
         ('["x"]', "line 2: expected"),
-        ('{"turns": ["a \\ud800"]}', "line 2: the prompt holds half of a surrogate pair"),
+        ('{"turns": ["a \\ud800"]}', "line 2: the text holds half of a surrogate pair"),
         ('{"turns": ' * 100_000, "line 2: not valid JSON"),
         (f'{{"turns": ["x"], "id": {"1" * 5000}}}', "line 2: not valid JSON"),
     ],

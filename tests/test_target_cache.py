@@ -273,7 +273,7 @@ def test_a_refused_batch_adds_nothing(tmp_path):
     good, bad = samples(3, 2)
     with pytest.raises(CacheError, match="where the cache has"):
         writer.add([good, bad._replace(hidden_TD=bad.hidden_TD[:, :2])], 1)
-    empty = Sample(*(array[:0] for array in good))
+    empty = Sample(*(array[:0] for array in good[:4]))
     with pytest.raises(CacheError, match="where the cache has"):
         writer.add([good, empty], 1)
     with pytest.raises(CacheError, match="tokens must be ids"):

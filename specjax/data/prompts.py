@@ -1,9 +1,12 @@
 """Prompts: built-in ones for a first run, and files of them for evaluation."""
 
 import glob
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _TEXT = (
     "The old lighthouse stands on a cliff above the harbour. Every evening the keeper climbs "
@@ -86,32 +89,64 @@ def read_prompts(path: Path, limit: int = 0) -> list[str]:
     """
     if limit < 0:
         raise ValueError(f"limit must be at least 0 (0 reads all prompts), got {limit}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the prompt file {path}: {error}") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if limit and len(prompts) == limit:
-            break
-        if line.strip():
-            prompts.append(_first_turn(line, f"{path}, line {number}"))
+    records = itertools.islice(read_json_lines(path), limit or None)
+    prompts = [first_turn(record, where) for where, record in records]
     if not prompts:
         raise ValueError(f"the prompt file {path} holds no prompts")
     return prompts
 
 
-def _first_turn(line: str, where: str) -> str:
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSON-lines file, one by one, each with where it stands.
+
+    Args:
+      path: the file, in UTF-8; a byte-order mark and blank lines are skipped.
+
+    Yields:
+      "file, line number" for messages, and the value.
+
+    Raises:
+      ValueError: a file that cannot be read; a line that is not JSON.
+    """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers too long, nesting too deep
-        raise ValueError(f"{where}: not valid JSON ({error})") from error
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, _parse(line, where)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompt file {path}: {error}") from error
+
+
+def first_turn(record: Any, where: str) -> str:
+    """The prompt of {"turns": [first, ...]}.
+
+    Raises:
+      ValueError: another record, or a first turn that is not valid Unicode; it begins with
+        `where`.
+    """
     turns = record.get("turns") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
         raise ValueError(f'{where}: expected {{"turns": ["the prompt", ...]}}')
-    if not _encodable(turns[0]):
-        raise ValueError(f"{where}: the prompt holds half of a surrogate pair, which is no text")
+    check_unicode(turns[0], where)
     return turns[0]
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Makes sure that a string is text, which half of a surrogate pair is not.
+
+    Raises:
+      ValueError: it is not; the message begins with `where`.
+    """
+    if not _encodable(text):
+        raise ValueError(f"{where}: the text holds half of a surrogate pair, which is no character")
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:  # also numbers too long, nesting too deep
+        raise ValueError(f"{where}: not valid JSON ({error})") from error
 
 
 def _encodable(text: str) -> bool:

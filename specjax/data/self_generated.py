@@ -185,7 +185,7 @@ def write_answers(
         seed_B=writing.seeds(batch, purpose=1)[: len(prompts)],
     )
     # Prompts of about one length share a program.
-    longest = -(-max(map(len, prompts)) // 256) * 256
+    longest = -(-max(map(len, prompts)) // 32) * 32
     written = _write(
         target,
         prompts,

@@ -35,6 +35,18 @@ class CacheError(ValueError):
     """A cache cannot be read or written; the message says why and how to mend it."""
 
 
+class TokenSequence(NamedTuple):
+    """A text to be learnt from.
+
+    Attributes:
+      tokens_T: token ids.
+      loss_mask_T: tokens to be learnt.
+    """
+
+    tokens_T: Int[np.ndarray, " T"]
+    loss_mask_T: Bool[np.ndarray, " T"]
+
+
 class Sample(NamedTuple):
     """One sequence.
 
@@ -43,12 +55,14 @@ class Sample(NamedTuple):
       loss_mask_T: tokens to be learnt.
       taps_TMD: outputs of the tapped layers at each token.
       hidden_TD: the input of the language-model head at each token.
+      normalizer_T: log-sum-exp of the head's logits at each token, where they are known.
     """
 
     tokens_T: Int[np.ndarray, " T"]
     loss_mask_T: Bool[np.ndarray, " T"]
     taps_TMD: Float[np.ndarray, "T M D"]
     hidden_TD: Float[np.ndarray, "T D"]
+    normalizer_T: Float[np.ndarray, " T"] | None = None
 
 
 def cache_bytes(tokens: int, samples: int, num_taps: int, width: int) -> int:
@@ -191,7 +205,7 @@ class CacheWriter:
     def _check(self, sample: Sample) -> None:
         length, taps, width = len(sample.tokens_T), len(self._header["taps"]), self._header["width"]
         expected = ((length,), (length,), (length, taps, width), (length, width))
-        shapes = tuple(array.shape for array in sample)
+        shapes = tuple(array.shape for array in sample[:4])
         if shapes != expected or not length:
             raise CacheError(f"arrays of shapes {shapes} where the cache has {expected}")
         tokens = sample.tokens_T
@@ -248,7 +262,7 @@ class TargetCache:
         Raises:
           CacheError: an unfinished, damaged or unsupported cache; names the file.
         """
-        self.manifest = _read_manifest(directory)
+        self.directory, self.manifest = directory, _read_manifest(directory)
         self.taps = tuple(self.manifest["target_layer_ids"])
         self.width = self.manifest["hidden_size"]
         paths = [directory / shard["file_name"] for shard in self.manifest["shards"]]
@@ -284,6 +298,16 @@ class TargetCache:
                 )
         return records
 
+    def texts(self) -> list[TokenSequence]:
+        """The sequences without their hidden states."""
+        return [TokenSequence(sample.tokens_T, sample.loss_mask_T) for sample in self]
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for equal caches; "" where the manifest has no checksums."""
+        shards = [shard.get("sha256", "") for shard in self.manifest["shards"]]
+        return digest([self.manifest.get("index_sha256", ""), shards]) if all(shards) else ""
+
     def __len__(self) -> int:
         return len(self._records)
 
@@ -302,11 +326,12 @@ class TargetCache:
         )
 
 
-def collate(samples: Sequence[Sample], length: int | None = None) -> Sample:
+def collate(samples: Sequence[Any], length: int | None = None) -> Any:
     """One batch [B, T, ...], padded at the end with zeros (False in the mask).
 
     Args:
-      samples: sequences; what is longer than `length` is cut off.
+      samples: NamedTuples of one kind, `Sample` or `TokenSequence`; what is longer than
+        `length` is cut off.
       length: T; None takes the longest sample's.
 
     Raises:
@@ -320,8 +345,11 @@ def collate(samples: Sequence[Sample], length: int | None = None) -> Sample:
         array = array[:length]
         return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1))
 
-    return Sample(
-        *(np.stack([pad(array) for array in arrays]) for arrays in zip(*samples, strict=True))
+    return type(samples[0])(
+        *(
+            None if arrays[0] is None else np.stack([pad(array) for array in arrays])
+            for arrays in zip(*samples, strict=True)
+        )
     )
 
 

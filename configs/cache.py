@@ -13,8 +13,15 @@ def get_config(variant: str = "") -> ConfigDict:
         dtype="auto",  # of the weights: auto, float32 or bfloat16
         taps=(1, 14, 27),  # layers whose outputs are kept; -1 is the embedding
         mask_token_id=config_dict.placeholder(int),  # for drafters; None chooses one
-        prompts="",  # a glob of JSON-lines files of user turns; "" has the target write them
-        tokens=500 if smoke else 300_000,  # to write at least, unless prompts run out
+        # User turns: JSON-lines files (a glob), or a data set of the package `datasets` (a hub
+        # name or a folder). Without either the target writes them.
+        prompts="",
+        dataset="",
+        dataset_subset=config_dict.placeholder(str),
+        dataset_split="train",
+        answers="target",  # who answers: target, or given, which are the conversations' own
+        texts="",  # token ids of an earlier run (texts.npz), instead of all these
+        tokens=500 if smoke else 300_000,  # to write at least, unless the source ends
         batch_size=4 if smoke else 32,
         user_tokens=16 if smoke else 96,
         answer_tokens=32 if smoke else 256,

@@ -1,4 +1,7 @@
-"""Trains a DSpark drafter: --config.cache=FOLDER, as configs/cache.py made it."""
+"""Trains a DSpark drafter: --config.cache=FOLDER, as configs/cache.py made it.
+
+Or online, without a cache: --config.texts=FILE, or conversations with given answers.
+"""
 
 from ml_collections import ConfigDict, config_dict
 
@@ -9,9 +12,21 @@ def get_config(variant: str = "") -> ConfigDict:
     smoke = variant == "smoke"
     return config_dict.create(
         task="train",
-        cache="",  # a target cache
+        cache="",  # a target cache; "" is online, for which the next lines say what to read
+        texts="",  # token ids (texts.npz) that configs/cache.py made
+        prompts="",  # conversations with answers: JSON-lines files (a glob),
+        dataset="",  # or a data set of the package `datasets` (a hub name or a folder)
+        dataset_subset=config_dict.placeholder(str),
+        dataset_split="train",
+        answers="given",
+        target="smollm2-135m",  # of online training; a cache has what it needs of its target
+        dtype="auto",  # of the target's weights
+        mask_token_id=config_dict.placeholder(int),  # None takes the cache's, or chooses one
+        start="",  # a drafter to go on from, whose options then hold (but for block_size)
         drafter={
             "num_layers": 1 if smoke else 2,
+            "taps": (),  # target layers whose outputs are seen; () takes all that the cache has
+            "layers_from": (),  # target layers whose weights the draft layers start with
             "block_size": 7,  # γ, the longest draft
             "markov_rank": 8 if smoke else 64,  # of the sequential head; 0 is DFlash
             "markov_head": "vanilla",  # vanilla, gated or rnn
@@ -20,7 +35,13 @@ def get_config(variant: str = "") -> ConfigDict:
             "draft_vocab": 256 if smoke else 12_288,  # the cache's most frequent tokens; 0 is all
             "candidates": 32 if smoke else 64,  # of the sequential head at each position
         },
-        losses={"cross_entropy": 0.1, "total_variation": 0.9, "confidence": 1.0, "decay": 4.0},
+        losses={
+            "cross_entropy": 0.1,
+            "soft_cross_entropy": 0.0,  # learns faster at first
+            "total_variation": 0.9,
+            "confidence": 1.0,
+            "decay": 4.0,  # position k of a block counts exp(-k / decay)
+        },
         training={
             "steps": 10 if smoke else 2000,
             "batch_size": 4 if smoke else 8,  # sequences a step
@@ -31,6 +52,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "warmup_ratio": 0.04,
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
+            "compute_dtype": "auto",  # of the products: auto, float32 or bfloat16
             "held_out": 2 if smoke else 32,  # sequences for evaluation
         },
         eval_every=5 if smoke else 200,

@@ -28,10 +28,11 @@ def init_dspark(
     block_size: int = 7,
     mask_token_id: int | None = None,
     draft_vocab: Sequence[int] | None = None,
+    layers_from: Sequence[int] = (),
     dtype: str | None = None,
     **options: Any,
 ) -> tuple[DSpark, PyTree]:
-    """A new drafter with random weights, which uses the target's embedding and head.
+    """A new drafter with random or copied weights, which uses the target's embedding and head.
 
     `split_params` says which of its parameters are to be trained; wrap it as
     `specjax.Drafter(model, params, name)` to decode with it.
@@ -45,6 +46,8 @@ def init_dspark(
       block_size: the longest draft.
       mask_token_id: None chooses one that the target does not use (`unused_token`).
       draft_vocab: ids of the tokens that may be drafted; None is all.
+      layers_from: one layer of the target for each draft layer, to start with its weights.
+        The context then starts as the last tap, and the final norm as the target's.
       dtype: of the weight matrices; None is the target's. Train in "float32".
       options: further fields of `DSparkConfig`.
 
@@ -84,10 +87,43 @@ def init_dspark(
     weights = target.dtype if dtype is None else dtype
     if weights not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
-    params = jax.tree.map(lambda leaf: leaf.astype(weights) if leaf.ndim == 2 else leaf, make(key))
+    made = make(key)
+    if layers_from:
+        made = _copy_layers(made, target, tuple(layers_from), num_layers)
+    params = jax.tree.map(lambda leaf: leaf.astype(weights) if leaf.ndim == 2 else leaf, made)
     if ids is not None:
         params["draft_ids"] = ids
     return drafter, attach_target(drafter, params, target)
+
+
+def _copy_layers(
+    params: PyTree, target: Target, layers: tuple[int, ...], num_layers: int
+) -> PyTree:
+    """The parameters with the target's in the draft layers and the final norm."""
+    known = [name in target.params for name in (f"layer_{i}" for i in layers)]
+    if len(layers) != num_layers or not all(known):
+        raise ValueError(
+            f"layers_from must name {num_layers} layers of {target.name}, got {layers}"
+        )
+    params = dict(params)
+    for i, source in enumerate(layers):
+        layer = jax.tree.map(jnp.asarray, target.params[f"layer_{source}"])
+        # The draft layer may have norms that the target's has not.
+        attention = {**params[f"layer_{i}"]["attention"], **layer["attention"]}
+        params[f"layer_{i}"] = {**layer, "attention": attention}
+    width, inputs = params["fc"]["weight"].shape
+    last = jnp.eye(width, inputs, k=inputs - width, dtype=jnp.float32)
+    params |= {"fc": {"weight": last}, "final_norm": target.params["final_norm"]}
+    return params
+
+
+def with_block_size(model: DSpark, block_size: int) -> DSpark:
+    """The drafter for blocks of another size, for which its parameters serve as well.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    return DSpark(dataclasses.replace(model.config, block_size=block_size))
 
 
 def split_params(params: PyTree) -> tuple[PyTree, PyTree]:
@@ -105,13 +141,24 @@ def attach_target(model: DSpark, params: PyTree, target: Target) -> PyTree:
     Raises:
       ValueError: a target that is not ours.
     """
-    if not isinstance(target.model, TransformerTarget):
-        raise ValueError("a drafter that shares its target's embedding needs a target of specjax")
-    embed = target.params["embed"]
-    head = (embed if target.model.config.tied_head else target.params["lm_head"])["weight"]
+    embed, head = target.params["embed"], language_model_head(target)
     if model.config.draft_vocab_size is not None:
         head = head[params["draft_ids"]]
     return {**params, "embed": embed, "lm_head": {"weight": head}}
+
+
+def language_model_head(target: Target) -> Array:
+    """The target's [V, D].
+
+    Raises:
+      ValueError: a target that is not ours, whose hidden states are not known.
+    """
+    if not isinstance(target.model, TransformerTarget):
+        raise ValueError(
+            f"{target.name} gives no hidden states: drafters are trained for, and share the "
+            f"embedding and head of, a target loaded by specjax"
+        )
+    return target.params["embed" if target.model.config.tied_head else "lm_head"]["weight"]
 
 
 def restrict(

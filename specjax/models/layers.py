@@ -40,17 +40,40 @@ class OwnBlock(NamedTuple):
 
 
 def matmul(x: Float[Array, "*rows I"], weight_OI: Float[Array, "O I"]) -> Float[Array, "*rows O"]:
-    """`x @ weight.T` in the weight's dtype with float32 accumulation and result."""
-    rows = x.reshape(-1, x.shape[-1]).astype(weight_OI.dtype)
+    """`x @ weight.T` in the weight's dtype with float32 accumulation and result.
+
+    So are the products of its gradients, whose operands are rounded to that dtype too.
+    """
+    out = _product(x.reshape(-1, x.shape[-1]).astype(jnp.float32), weight_OI)
+    return out.reshape(*x.shape[:-1], weight_OI.shape[0])
+
+
+@jax.custom_vjp
+def _product(rows_NI: Array, weight_OI: Array) -> Array:
+    rows_NI = rows_NI.astype(weight_OI.dtype)
     # XLA's CPU bfloat16 kernels need two rows: one alone is about ten times slower.
-    pad = int(rows.shape[0] == 1 and weight_OI.dtype == jnp.bfloat16)
-    out = lax.dot_general(
-        jnp.pad(rows, ((0, pad), (0, 0))) if pad else rows,
-        weight_OI,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    return out[: rows.shape[0]].reshape(*x.shape[:-1], weight_OI.shape[0])
+    pad = int(rows_NI.shape[0] == 1 and weight_OI.dtype == jnp.bfloat16)
+    out = _contract(jnp.pad(rows_NI, ((0, pad), (0, 0))) if pad else rows_NI, weight_OI, 1, 1)
+    return out[: rows_NI.shape[0]]
+
+
+def _contract(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    dimensions = (((left_axis,), (right_axis,)), ((), ()))
+    return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
+
+
+def _product_forward(rows_NI: Array, weight_OI: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(rows_NI, weight_OI), (rows_NI.astype(weight_OI.dtype), weight_OI)
+
+
+def _product_backward(operands: tuple[Array, Array], grad_NO: Array) -> tuple[Array, Array]:
+    rows_NI, weight_OI = operands
+    grad_NO = grad_NO.astype(weight_OI.dtype)
+    grad_OI = _contract(grad_NO, rows_NI, 0, 0)
+    return _contract(grad_NO, weight_OI, 1, 0), grad_OI.astype(weight_OI.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def declare(
@@ -212,9 +235,19 @@ def attend(
         if own is None:
             out_BKQH = weigh(jax.nn.softmax(scores_BKQs, axis=-1), v_BKSH)
         else:
-            both = jnp.concatenate([scores_BKQs, own_scores(own.k_BKAGH)], axis=-1)
-            weights_BKQs, own_BKQg = jnp.split(jax.nn.softmax(both, axis=-1), [slots], axis=-1)
-            out_BKQH = weigh(weights_BKQs, v_BKSH) + weigh_own(own_BKQg, own.v_BKAGH)
+            scores_BKQg = own_scores(own.k_BKAGH)
+            largest_BKQ1 = lax.stop_gradient(
+                jnp.maximum(
+                    *(jnp.max(s, axis=-1, keepdims=True) for s in (scores_BKQs, scores_BKQg))
+                )
+            )
+            weights_BKQs = jnp.exp(scores_BKQs - largest_BKQ1)
+            weights_BKQg = jnp.exp(scores_BKQg - largest_BKQ1)
+            total_BKQ1 = sum(
+                jnp.sum(w, axis=-1, keepdims=True) for w in (weights_BKQs, weights_BKQg)
+            )
+            sum_BKQH = weigh(weights_BKQs, v_BKSH) + weigh_own(weights_BKQg, own.v_BKAGH)
+            out_BKQH = sum_BKQH / total_BKQ1
     else:
         if own is None:
             row_BKQ1 = jnp.zeros((*rows, 1), jnp.float32)

@@ -1,28 +1,37 @@
-"""Task "cache": the target writes training text, and its hidden states are kept."""
+"""Task "cache": the target writes or reads training text, and its hidden states are kept."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import specjax
 from specjax.checkpoints.head import save_head
-from specjax.data.prompts import find_prompt_files, read_prompts
+from specjax.data.hidden_states import read_samples
 from specjax.data.self_generated import Writing, write_answers, write_user_turns
 from specjax.data.target_cache import (
     CacheWriter,
     Sample,
     TargetCache,
+    TokenSequence,
     cache_bytes,
     check_room,
 )
+from specjax.data.texts import save_texts
 from specjax.evaluation.report import environment
 from specjax.files import digest, write_json
 from specjax.models.transformer import TransformerTarget
-from specjax.tasks.common import enable_compilation_cache, open_workdir, plain_config
+from specjax.tasks.common import (
+    conversations,
+    enable_compilation_cache,
+    given_texts,
+    open_workdir,
+    plain_config,
+)
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
@@ -50,10 +59,18 @@ def run(config: ConfigDict, workdir: Path) -> None:
         "dtype": target.dtype,
         "chat_template": digest(getattr(target.tokenizer, "chat_template", None)),
     }
+    given = given_texts(config, target)
+    if given is not None:
+        made_with["texts"] = digest([text.tokens_T.tolist() for text in given])
     writer = CacheWriter(folder, taps=taps, width=width, made_with=made_with)
     save_head(folder, target, config.mask_token_id)
-    _fill(writer, target, taps, writing, config)
+    if given is not None:
+        batches = _read_given(target, given, taps, writing, writer.cursor)
+    else:
+        batches = _write(target, taps, writing, config, writer.cursor)
+    _fill(writer, batches, config.tokens)
     cache = TargetCache(folder, check=False)
+    save_texts(workdir / "texts.npz", cache.texts())
     report = {
         "task": config.task,
         "config": made_with["config"],
@@ -73,36 +90,64 @@ def _writing(config: ConfigDict) -> Writing:
     return Writing(**{**values, "temperatures": tuple(config.temperatures)})
 
 
-def _fill(
-    writer: CacheWriter,
+class _Batch(NamedTuple):
+    """Samples, and the cursor of those that follow them."""
+
+    samples: list[Sample]
+    cursor: int
+
+
+def _fill(writer: CacheWriter, batches: Iterator[_Batch], tokens: int) -> None:
+    """Adds batch after batch until there are that many tokens, or no more batches."""
+    seen = {text.tobytes() for text in writer.read_tokens()}
+    total, cursor = sum(map(len, seen)) // 4, writer.cursor  # int32
+    with tqdm(total=tokens, initial=total, unit=" tokens", dynamic_ncols=True) as bar:
+        while total < tokens:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            samples, cursor = list(_unseen(batch.samples, seen)), batch.cursor
+            writer.add(samples, cursor)
+            new = sum(len(sample.tokens_T) for sample in samples)
+            total += new
+            bar.update(new)
+    writer.finish(cursor)
+
+
+def _read_given(
+    target: specjax.Target,
+    texts: Sequence[TokenSequence],
+    taps: tuple[int, ...],
+    writing: Writing,
+    cursor: int,
+) -> Iterator[_Batch]:
+    """The target's hidden states over given texts; the cursor counts samples."""
+    samples = read_samples(target, texts, taps, start=cursor)
+    while batch := list(itertools.islice(samples, writing.batch_size)):
+        cursor += len(batch)
+        yield _Batch(batch, cursor)
+
+
+def _write(
     target: specjax.Target,
     taps: tuple[int, ...],
     writing: Writing,
     config: ConfigDict,
-) -> None:
-    """Adds batch after batch until there are `config.tokens`, or no prompts are left."""
-    seen = {tokens.tobytes() for tokens in writer.read_tokens()}
-    total = sum(map(len, seen)) // 4  # int32
-    batches = _prompt_batches(config.prompts, writing.batch_size)
-    batch = writer.cursor
-    with tqdm(total=config.tokens, initial=total, unit=" tokens", dynamic_ncols=True) as bar:
-        while total < config.tokens and (batches is None or batch < len(batches)):
-            turns = write_user_turns(target, writing, batch) if batches is None else batches[batch]
-            samples = list(_unseen(write_answers(target, turns, taps, writing, batch), seen))
-            batch += 1
-            writer.add(samples, batch)
-            new = sum(len(sample.tokens_T) for sample in samples)
-            total += new
-            bar.update(new)
-    writer.finish(batch)
-
-
-def _prompt_batches(pattern: str, size: int) -> list[list[str]] | None:
-    """The prompts of the files that a glob matches, in batches; None without a glob."""
-    if not pattern:
-        return None
-    texts = [text for path in find_prompt_files(pattern).values() for text in read_prompts(path)]
-    return [texts[i : i + size] for i in range(0, len(texts), size)]
+    cursor: int,
+) -> Iterator[_Batch]:
+    """The target's answers to prompts, given or its own; the cursor counts batches."""
+    prompts = [conversation.prompt for conversation in conversations(config) or ()]
+    own = not prompts
+    size = writing.batch_size
+    while own or cursor * size < len(prompts):
+        turns = (
+            write_user_turns(target, writing, cursor)
+            if own
+            else prompts[cursor * size : (cursor + 1) * size]
+        )
+        samples = write_answers(target, turns, taps, writing, cursor)
+        cursor += 1
+        yield _Batch(samples, cursor)
 
 
 def _unseen(samples: list[Sample], seen: set[bytes]) -> Iterator[Sample]:

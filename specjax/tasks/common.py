@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,14 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import specjax
+from specjax.data.conversations import (
+    Conversation,
+    encode_conversations,
+    read_conversation_dataset,
+    read_conversation_files,
+)
+from specjax.data.target_cache import TokenSequence
+from specjax.data.texts import read_texts
 from specjax.evaluation.comparison import Comparison
 from specjax.evaluation.plots import plot_report
 from specjax.evaluation.report import build_report, summary
@@ -66,6 +74,43 @@ def load_models(config: ConfigDict) -> tuple[specjax.Target, specjax.Drafter]:
     """The target and the drafter that the config names."""
     target = specjax.load_target(config.target, dtype=config.dtype)
     return target, specjax.load_drafter(config.drafter, target, candidates=config.candidates)
+
+
+def conversations(config: ConfigDict) -> Iterator[Conversation] | None:
+    """Those of config.prompts (a glob of files) or config.dataset; None where neither is set.
+
+    Raises:
+      ValueError: both are set, or what `specjax.data.conversations` raises.
+    """
+    if config.prompts and config.dataset:
+        raise ValueError("give config.prompts or config.dataset, not both")
+    if config.prompts:
+        return read_conversation_files(config.prompts)
+    if config.dataset:
+        return read_conversation_dataset(
+            config.dataset, subset=config.dataset_subset, split=config.dataset_split
+        )
+    return None
+
+
+def given_texts(config: ConfigDict, target: specjax.Target) -> list[TokenSequence] | None:
+    """Texts that need not be written: config.texts, or given answers; None without.
+
+    Raises:
+      ValueError: settings that contradict each other, or files that cannot be read.
+    """
+    if config.answers not in ("target", "given"):
+        raise ValueError(f"config.answers must be 'target' or 'given', got {config.answers!r}")
+    if config.texts:
+        if config.prompts or config.dataset:
+            raise ValueError("give config.texts, or config.prompts or config.dataset, not both")
+        return read_texts(Path(config.texts))
+    if config.answers == "target":
+        return None
+    source = conversations(config)
+    if source is None:
+        raise ValueError("config.answers='given' needs config.prompts or config.dataset")
+    return list(encode_conversations(target, source))
 
 
 def decode_settings(config: ConfigDict, batch_size: int) -> Settings:

@@ -1,6 +1,7 @@
-"""Task "train": a DSpark drafter from a target cache."""
+"""Task "train": a DSpark drafter, from a target cache or from texts and the target itself."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,23 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from specjax.checkpoints.dspark import save_dspark
+import specjax
+from specjax.checkpoints.dspark import open_dspark, save_dspark
+from specjax.checkpoints.dtype import resolve_dtype
 from specjax.checkpoints.head import load_head
-from specjax.data.target_cache import TargetCache
-from specjax.drafters.dspark_init import init_dspark
+from specjax.data.target_cache import TargetCache, TokenSequence
+from specjax.decoding.types import PyTree
+from specjax.drafters.dspark import DSpark
+from specjax.drafters.dspark_init import init_dspark, language_model_head, with_block_size
 from specjax.evaluation.report import environment
 from specjax.files import write_json
-from specjax.tasks.common import enable_compilation_cache, open_workdir, plain_config
+from specjax.tasks.common import (
+    enable_compilation_cache,
+    given_texts,
+    open_workdir,
+    plain_config,
+)
+from specjax.training.features import CachedStates, OnlineStates
 from specjax.training.losses import LossWeights
 from specjax.training.trainer import Trainer, Training
 
@@ -24,29 +35,33 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """Runs the task; see configs/train.py. Stopped, it goes on from where it was.
 
     Raises:
-      ValueError: bad settings, a cache that is missing, unfinished or damaged, or a workdir
-        that holds another run.
+      ValueError: bad settings, a cache that is missing, unfinished or damaged, texts that
+        cannot be read, or a workdir that holds another run.
     """
     values = plain_config(config)
     open_workdir(workdir)
     enable_compilation_cache(config.compilation_cache)
-    cache = TargetCache(Path(config.cache))
-    target, mask_token_id = load_head(Path(config.cache))
-    drafter = dict(config.drafter)
-    count = drafter.pop("draft_vocab")
-    model, params = init_dspark(
-        target,
-        jax.random.key(config.seed),
-        taps=cache.taps,
-        mask_token_id=mask_token_id,
-        draft_vocab=frequent_tokens(cache, count, target.model.vocab_size) if count else None,
-        dtype="float32",
-        **drafter,
-    )
-    head = target.params["embed" if "lm_head" not in target.params else "lm_head"]["weight"]
     losses = LossWeights(**config.losses)
-    settings = Training(**config.training, losses=losses, seed=config.seed)
-    trainer = Trainer(model, params, head, cache, settings)
+    dtype = resolve_dtype(config.training.compute_dtype)
+    training = {**config.training, "compute_dtype": dtype, "losses": losses, "seed": config.seed}
+    settings = Training(**training)
+    cache = TargetCache(Path(config.cache)) if config.cache else None
+    if cache is not None:
+        target, mask_token_id = load_head(cache.directory)
+        texts, taps = cache.texts(), cache.taps
+    else:
+        target, mask_token_id = specjax.load_target(config.target, dtype=config.dtype), None
+        texts, taps = _given(config, target), None
+    if config.mask_token_id is not None:
+        mask_token_id = config.mask_token_id
+    model, params = _drafter(config, target, mask_token_id, texts, taps)
+    head_VD = language_model_head(target)
+    if cache is not None:
+        with tqdm(total=sum(cache.lengths), unit=" normalizers", dynamic_ncols=True) as bar:
+            data = CachedStates(cache, head_VD, model.taps, bar.update)
+    else:
+        data = OnlineStates(texts, target, model.taps)
+    trainer = Trainer(model, params, head_VD, data, settings)
     with tqdm(total=settings.steps, unit=" steps", dynamic_ncols=True) as bar:
 
         def show(step: int, log: dict[str, Any]) -> None:
@@ -80,16 +95,54 @@ def run(config: ConfigDict, workdir: Path) -> None:
     print(f"Drafter: {folder} ({size / 1e6:.1f} MB)")
 
 
-def frequent_tokens(cache: TargetCache, count: int, vocab_size: int) -> list[int]:
-    """The tokens that the cache's answers have most of; low ids first among equals.
+def _given(config: ConfigDict, target: specjax.Target) -> list[TokenSequence]:
+    """The texts to train on without a cache."""
+    named = config.texts or config.prompts or config.dataset
+    texts = given_texts(config, target) if named else None
+    if texts is None:
+        raise ValueError(
+            "nothing to train on: set config.cache, or config.texts, or config.answers='given' "
+            "with config.prompts or config.dataset"
+        )
+    return texts
+
+
+def _drafter(
+    config: ConfigDict,
+    target: specjax.Target,
+    mask_token_id: int | None,
+    texts: Sequence[TokenSequence],
+    taps: tuple[int, ...] | None,
+) -> tuple[DSpark, PyTree]:
+    """A new drafter, or the one to go on from; `taps` are those to choose where none are named."""
+    options = dict(config.drafter)
+    if config.start:
+        model, params = open_dspark(Path(config.start), target)
+        return with_block_size(model, options["block_size"]), params
+    count, layers_from = options.pop("draft_vocab"), options.pop("layers_from")
+    if layers_from and config.cache:
+        target = specjax.load_target(config.target, dtype=config.dtype)
+    return init_dspark(
+        target,
+        jax.random.key(config.seed),
+        taps=options.pop("taps") or taps,
+        mask_token_id=mask_token_id,
+        draft_vocab=frequent_tokens(texts, count, target.model.vocab_size) if count else None,
+        layers_from=layers_from,
+        dtype="float32",
+        **options,
+    )
+
+
+def frequent_tokens(texts: Sequence[TokenSequence], count: int, vocab_size: int) -> list[int]:
+    """The tokens that the texts' answers have most of; low ids first among equals.
 
     Args:
-      cache: to count in.
+      texts: to count in.
       count: how many tokens.
       vocab_size: V.
     """
     counts = np.zeros(vocab_size, np.int64)
-    for i in range(len(cache)):
-        sample = cache[i]
-        counts += np.bincount(sample.tokens_T[sample.loss_mask_T], minlength=vocab_size)
+    for tokens_T, mask_T in texts:
+        counts += np.bincount(tokens_T[mask_T], minlength=vocab_size)
     return np.argsort(-counts, kind="stable")[:count].tolist()

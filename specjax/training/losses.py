@@ -22,6 +22,8 @@ class LossWeights:
 
     Attributes:
       cross_entropy: of the text (equation 9).
+      soft_cross_entropy: of the target's distribution, whose gradient is that of the
+        Kullback-Leibler divergence to it; not in the paper.
       total_variation: of draft and target distributions (equation 10).
       confidence: of the confidence head (equation 11); 0 without one.
       decay: position k, from 0, counts exp(-k / decay).
@@ -31,12 +33,14 @@ class LossWeights:
     total_variation: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
+    soft_cross_entropy: float = 0.0
 
     def __post_init__(self) -> None:
-        weights = (self.cross_entropy, self.total_variation, self.confidence)
-        numbers = (*weights, self.decay)
-        finite = all(math.isfinite(number) for number in numbers)
-        if not finite or min(weights) < 0 or not any(weights) or self.decay <= 0:
+        numbers = dataclasses.asdict(self)
+        decay = numbers.pop("decay")
+        weights = numbers.values()
+        finite = all(math.isfinite(number) for number in (*weights, decay))
+        if not finite or min(weights) < 0 or not any(weights) or decay <= 0:
             raise ValueError(
                 f"loss weights must be at least 0, one of them and the decay above 0; got {self}"
             )
@@ -48,6 +52,7 @@ class Losses(NamedTuple):
     Attributes:
       total: what is minimised.
       cross_entropy: in nats a token.
+      soft_cross_entropy: likewise; 0 where it has no weight.
       total_variation: ‖p_draft - p_target‖₁, from 0 to 2 (twice the total variation).
       confidence: binary cross-entropy, in nats; 0 without a confidence head.
       acceptance_G: mean chance that a draft at each position is accepted, over the trained
@@ -61,6 +66,7 @@ class Losses(NamedTuple):
 
     total: Float[Array, ""]
     cross_entropy: Float[Array, ""]
+    soft_cross_entropy: Float[Array, ""]
     total_variation: Float[Array, ""]
     confidence: Float[Array, ""]
     acceptance_G: Float[Array, " G"]
@@ -73,19 +79,20 @@ class Losses(NamedTuple):
 def dspark_losses(
     out: BlockOutput,
     blocks: Blocks,
-    target_logits_BAGV: Float[Array, "B A G V"],
+    probs_BAGV: Float[Array, "B A G V"],
     weights: LossWeights,
-    draft_ids: Int[Array, " C"] | None = None,
+    draft_ids: Int[Array, " V"] | None = None,
 ) -> Losses:
     """Cross-entropy, total variation and confidence losses of a batch of blocks.
 
     Args:
       out: of the drafter.
       blocks: that it was run on.
-      target_logits_BAGV: of the same tokens, from the hidden states at `blocks.states_BAG`.
+      probs_BAGV: p of the same tokens, at `blocks.states_BAG`. What it lacks of 1 is the
+        target's weight of tokens that the drafter cannot draft, and counts as missed.
       weights: of the losses and positions.
-      draft_ids: the trimmed vocabulary, if the drafter has one. What the target thinks of
-        other tokens counts as missed, and a label among them has no cross-entropy.
+      draft_ids: the trimmed vocabulary in increasing order, if the drafter has one. A label
+        that is not among them has no cross-entropy.
 
     Raises:
       ValueError: a confidence loss without a confidence head.
@@ -94,19 +101,19 @@ def dspark_losses(
         raise ValueError(
             "the drafter has no confidence head: set the weight of its loss to 0, or add one"
         )
-    log_q_BAGC = jax.nn.log_softmax(out.logits_BAGV, axis=-1)
-    log_p_BAGV = jax.nn.log_softmax(target_logits_BAGV, axis=-1)
-    labels_BAG, known_BAG, missed_BAG = blocks.labels_BAG, blocks.valid_BAG, jnp.float32(0.0)
+    labels_BAG, known_BAG = blocks.labels_BAG, blocks.valid_BAG
     if draft_ids is not None:
-        index_V = jnp.full(log_p_BAGV.shape[-1], -1, jnp.int32)
-        index_V = index_V.at[draft_ids].set(jnp.arange(len(draft_ids), dtype=jnp.int32))
-        labels_BAG = index_V[labels_BAG]
-        known_BAG &= labels_BAG >= 0
-        log_p_BAGV = log_p_BAGV[..., draft_ids]
-        missed_BAG = 1.0 - jnp.sum(jnp.exp(log_p_BAGV), axis=-1)
-    label_BAG1 = jnp.maximum(labels_BAG, 0)[..., None]
-    entropy_BAG = -jnp.take_along_axis(log_q_BAGC, label_BAG1, axis=-1)[..., 0]
-    distance_BAG = missed_BAG + jnp.sum(jnp.abs(jnp.exp(log_q_BAGC) - jnp.exp(log_p_BAGV)), axis=-1)
+        labels_BAG = jnp.searchsorted(draft_ids, blocks.labels_BAG).astype(jnp.int32)
+        labels_BAG = jnp.minimum(labels_BAG, len(draft_ids) - 1)
+        known_BAG &= draft_ids[labels_BAG] == blocks.labels_BAG
+    total_BAG = jnp.sum(probs_BAGV, axis=-1)
+    normalizer_BAG = jax.nn.logsumexp(out.logits_BAGV, axis=-1)
+    label_logit_BAG1 = jnp.take_along_axis(out.logits_BAGV, labels_BAG[..., None], axis=-1)
+    entropy_BAG = normalizer_BAG - label_logit_BAG1[..., 0]
+    draft_probs_BAGV = jnp.exp(out.logits_BAGV - normalizer_BAG[..., None])
+    distance_BAG = jnp.maximum(1.0 - total_BAG, 0.0) + jnp.sum(
+        jnp.abs(draft_probs_BAGV - probs_BAGV), axis=-1
+    )
     # Equation 8: the very rate at which rejection sampling accepts.
     acceptance_BAG = lax.stop_gradient(jnp.clip(1 - distance_BAG / 2, 0.0, 1.0))
 
@@ -120,6 +127,10 @@ def dspark_losses(
 
     cross_entropy = mean(weight_BAG * jnp.where(known_BAG, entropy_BAG, 0.0))
     total_variation = mean(weight_BAG * distance_BAG)
+    soft_cross_entropy = jnp.float32(0.0)
+    if weights.soft_cross_entropy:
+        mean_logit_BAG = jnp.sum(probs_BAGV * out.logits_BAGV, axis=-1)
+        soft_cross_entropy = mean(weight_BAG * (total_BAG * normalizer_BAG - mean_logit_BAG))
     confidence = error = bias = jnp.float32(0.0)
     if out.confidence_BAG is not None:
         confidence = mean(
@@ -134,10 +145,12 @@ def dspark_losses(
     return Losses(
         total=(
             weights.cross_entropy * cross_entropy
+            + weights.soft_cross_entropy * soft_cross_entropy
             + weights.total_variation * total_variation
             + weights.confidence * confidence
         ),
         cross_entropy=cross_entropy,
+        soft_cross_entropy=soft_cross_entropy,
         total_variation=total_variation,
         confidence=confidence,
         acceptance_G=jnp.sum(acceptance_BAG * valid_BAG, axis=(0, 1)) / count_G,

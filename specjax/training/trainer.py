@@ -1,4 +1,4 @@
-"""Training of a DSpark drafter from a target cache: resumable, logged, evaluated."""
+"""Training of a DSpark drafter: resumable, logged, evaluated."""
 
 import contextlib
 import dataclasses
@@ -16,17 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax import lax
 from jaxtyping import Array, Float, Int, Key
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from specjax.data.target_cache import Sample, TargetCache, collate
+from specjax.data.target_cache import collate
 from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.dspark_init import split_params
 from specjax.files import changes, plain
-from specjax.models.layers import matmul
 from specjax.training.anchors import make_blocks, sample_anchors
+from specjax.training.features import Batch, TrainingData, target_probs
 from specjax.training.losses import Losses, LossWeights, dspark_losses
 from specjax.training.optimizer import adamw, warmup_cosine
 
@@ -35,7 +34,7 @@ _METRIC = "expected_length"  # what the best checkpoint has most of, on held-out
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Settings of a training run; what it learns follows from them and the cache.
+    """Settings of a training run; what it learns follows from them and the data.
 
     Attributes:
       steps: optimiser steps.
@@ -48,7 +47,8 @@ class Training:
       weight_decay: of AdamW.
       max_grad_norm: gradients are clipped to it.
       losses: weights of the losses.
-      held_out: sequences at the end of the cache that are not trained on.
+      compute_dtype: of the matrix products; parameters and the rest stay float32.
+      held_out: sequences at the end of the data that are not trained on.
       seed: of the order of sequences and of the anchors.
     """
 
@@ -62,6 +62,7 @@ class Training:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     losses: LossWeights = dataclasses.field(default_factory=LossWeights)
+    compute_dtype: str = "float32"
     held_out: int = 16
     seed: int = 0
 
@@ -103,7 +104,7 @@ class Trainer:
         model: DSpark,
         params: PyTree,
         head_VD: Float[Array, "V D"],
-        cache: TargetCache,
+        data: TrainingData,
         settings: Training,
     ):
         """Prepares training.
@@ -112,21 +113,21 @@ class Trainer:
           model: the drafter.
           params: its parameters at the start, those of the target's with them.
           head_VD: the target's language-model head.
-          cache: of the target, with the drafter's taps.
+          data: with the drafter's taps.
           settings: of the run.
 
         Raises:
-          ValueError: a cache of other taps or another width, too few sequences, or none with
-            a token to learn.
+          ValueError: too few sequences, or none with a token to learn.
         """
-        _check_cache(model, cache, settings)
-        self._cache, self._settings, self._model = cache, settings, model
+        _check_data(data, settings)
+        self._data, self._settings, self._model = data, settings, model
         schedule = warmup_cosine(settings.learning_rate, settings.steps, settings.warmup_ratio)
         self._optimizer = adamw(
             schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm
         )
         trained, self._fixed = split_params(params)
-        trained = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), trained)
+        # Copies: a step donates the state, and these may be shared with the target.
+        trained = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
         self.state = TrainState(trained, self._optimizer.init(trained), jnp.int32(0))
         self._head_VD = head_VD
         static = {"model": model, "settings": settings}
@@ -170,29 +171,31 @@ class Trainer:
           ValueError: the directory has checkpoints of other settings.
         """
         last = self._settings.steps if until is None else min(until, self._settings.steps)
-        with _checkpoints(directory) as manager, contextlib.closing(_Log(directory)) as log:
+        with contextlib.ExitStack() as stack:
+            manager = stack.enter_context(_checkpoints(directory))
             batches = self._batches()
-            self._restore(manager, batches)
+            seconds = self._restore(manager, batches)
+            log = stack.enter_context(contextlib.closing(_Log(directory, self._settings, seconds)))
             step = done = int(self.state.step)
             try:
                 while step < last:
                     batch = next(batches)
                     self.state, losses = self._step(
-                        self.state, self._fixed, self._head_VD, jax.tree.map(jnp.asarray, batch)
+                        self.state, self._fixed, self._head_VD, self._data.complete(batch)
                     )
                     step += 1
                     if step % log_every == 0 or step == last:
-                        on_step(step, log.write(step, "train", losses, batch))
+                        on_step(step, log.write(step, "train", losses))
                     else:
                         on_step(step, {})
                     if step % eval_every == 0 or step == last:
                         log.write(step, "held_out", self.evaluate())
                     if step % save_every == 0 and step < last:
-                        self._save(manager, batches)
+                        self._save(manager, batches, log.seconds)
                         done = step
             finally:
                 if int(self.state.step) > done:
-                    self._save(manager, batches)
+                    self._save(manager, batches, log.seconds)
         return _plain_losses(self.evaluate())
 
     def best_params(self, directory: Path) -> PyTree:
@@ -214,10 +217,10 @@ class Trainer:
 
     def _evaluate_now(self) -> Losses:
         size, held_out = self._settings.batch_size, self._settings.held_out
-        first = len(self._cache) - held_out
+        first = len(self._data) - held_out
         parts = []
-        for start in range(first, len(self._cache), size):
-            rows = [self._cache[i] for i in range(start, min(start + size, len(self._cache)))]
+        for start in range(first, len(self._data), size):
+            rows = [self._data[i] for i in range(start, min(start + size, len(self._data)))]
             batch = _pad_rows(collate(rows, self._settings.max_len), size)
             key = jax.random.fold_in(jax.random.key(self._settings.seed), start)
             parts.append(
@@ -225,7 +228,7 @@ class Trainer:
                     self.state.params,
                     self._fixed,
                     self._head_VD,
-                    jax.tree.map(jnp.asarray, batch),
+                    self._data.complete(batch),
                     key,
                 )
             )
@@ -234,14 +237,16 @@ class Trainer:
         return jax.tree.map(lambda *leaves: mean(jnp.stack(leaves)), *parts)
 
     def _batches(self) -> Any:
-        """An endless iterator of batches, whose position can be stored."""
-        trained = _Part(self._cache, len(self._cache) - self._settings.held_out)
-        data = grain.MapDataset.source(trained).shuffle(seed=self._settings.seed).repeat()
+        """An iterator of the run's batches, whose position can be stored."""
+        count = len(self._data) - self._settings.held_out
+        epochs = -(-self._settings.steps * self._settings.batch_size // count)
+        data = grain.MapDataset.source(self._data)[:count]
+        data = data.shuffle(seed=self._settings.seed).repeat(epochs)
         batch = partial(collate, length=self._settings.max_len)
         batched = data.batch(self._settings.batch_size, batch_fn=batch)
         return iter(batched.to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
-    def _save(self, manager: ocp.CheckpointManager, batches: Any) -> None:
+    def _save(self, manager: ocp.CheckpointManager, batches: Any, seconds: float) -> None:
         step = int(self.state.step)
         if manager.latest_step() == step:
             return
@@ -250,16 +255,17 @@ class Trainer:
             metrics=_plain_losses(self.evaluate()),
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(self.state._asdict()),
-                data=ocp.args.JsonSave(batches.get_state()),
+                data=ocp.args.JsonSave({"batches": batches.get_state(), "seconds": seconds}),
                 settings=ocp.args.JsonSave(self._identity()),
             ),
         )
         manager.wait_until_finished()
 
-    def _restore(self, manager: ocp.CheckpointManager, batches: Any) -> None:
+    def _restore(self, manager: ocp.CheckpointManager, batches: Any) -> float:
+        """Goes back to the last checkpoint; the seconds that were trained until then."""
         step = manager.latest_step()
         if step is None:
-            return
+            return 0.0
         names = {"settings": ocp.args.JsonRestore()}
         found = manager.restore(step, args=ocp.args.Composite(**names))["settings"]
         differences = changes(found, self._identity())
@@ -275,7 +281,8 @@ class Trainer:
             ),
         )
         self.state = TrainState(**restored["state"])
-        batches.set_state(restored["data"])
+        batches.set_state(restored["data"]["batches"])
+        return restored["data"]["seconds"]
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -283,11 +290,7 @@ class Trainer:
             {
                 "drafter": dataclasses.asdict(self._model.config),
                 "settings": dataclasses.asdict(self._settings),
-                "cache": {
-                    "samples": len(self._cache),
-                    "tokens": int(self._cache.lengths.sum()),
-                    "made_with": self._cache.manifest.get("made_with"),
-                },
+                "data": self._data.identity,
             }
         )
 
@@ -296,15 +299,15 @@ def _batch_losses(
     trained: PyTree,
     fixed: PyTree,
     head_VD: Array,
-    batch: Sample,
+    batch: Batch,
     key: Key[Array, ""],
     *,
     model: DSpark,
     settings: Training,
 ) -> Losses:
     """The losses of sequences [B, T]; anchors are drawn with the key."""
-    params = {**trained, **fixed}
-    tokens_BT, mask_BT, taps_BTMD, hidden_BTD = map(jnp.asarray, batch)
+    params = {**cast_products(trained, settings.compute_dtype), **fixed}
+    tokens_BT, mask_BT, taps_BTMD, hidden_BTD, normalizer_BT = batch
     rows, length = tokens_BT.shape
     uniform = jax.random.uniform(key, (rows, length - 1))
     anchors_BA, keep_BA = sample_anchors(mask_BT, uniform, settings.num_anchors)
@@ -323,17 +326,29 @@ def _batch_losses(
         blocks.previous_BAG,
         anchors_BA,
     )
-    rows_B11 = jnp.arange(rows)[:, None, None]
-    states_BAGD = hidden_BTD[rows_B11, blocks.states_BAG].astype(jnp.float32)
-    logits_BAGV = lax.stop_gradient(matmul(states_BAGD, head_VD))
-    return dspark_losses(out, blocks, logits_BAGV, settings.losses, params.get("draft_ids"))
+    probs_BTV = target_probs(hidden_BTD, head_VD, normalizer_BT, params.get("draft_ids"))
+    probs_BAGV = probs_BTV[jnp.arange(rows)[:, None, None], blocks.states_BAG]
+    return dspark_losses(out, blocks, probs_BAGV, settings.losses, params.get("draft_ids"))
+
+
+def cast_products(params: PyTree, dtype: str) -> PyTree:
+    """With the matrices that activations are multiplied by in that dtype.
+
+    Tables whose rows are looked up keep theirs: their gradients are sums over tokens.
+    """
+
+    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
+        table = any(getattr(key, "key", None) == "w1" for key in path)
+        return leaf if leaf.ndim != 2 or table else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def _train_step(
     state: TrainState,
     fixed: PyTree,
     head_VD: Array,
-    batch: Sample,
+    batch: Batch,
     *,
     model: DSpark,
     settings: Training,
@@ -342,44 +357,35 @@ def _train_step(
     """One optimiser step; the batch is run in `accumulation` parts of equal weight."""
     key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
 
-    def part_loss(trained: PyTree, part: Sample, key: Array) -> tuple[Array, Losses]:
+    def part_loss(trained: PyTree, part: Batch, key: Array) -> tuple[Array, Losses]:
         losses = _batch_losses(trained, fixed, head_VD, part, key, model=model, settings=settings)
         return losses.total, losses
 
-    def add_part(total: PyTree, inputs: tuple[Sample, Array]) -> tuple[PyTree, Losses]:
-        grads, losses = jax.grad(part_loss, has_aux=True)(state.params, *inputs)
-        return jax.tree.map(jnp.add, total, grads), losses
-
     parts = settings.accumulation
-    split = jax.tree.map(lambda leaf: leaf.reshape(parts, -1, *leaf.shape[1:]), batch)
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
-    grads, losses = lax.scan(add_part, zeros, (split, jax.random.split(key, parts)))
-    grads = jax.tree.map(lambda leaf: leaf / parts, grads)
+    keys = jax.random.split(key, parts)
+
+    def part_grads(index: int) -> tuple[PyTree, Losses]:
+        part = jax.tree.map(lambda leaf: jnp.split(leaf, parts)[index], batch)
+        return jax.grad(part_loss, has_aux=True)(state.params, part, keys[index])
+
+    # Not a `lax.scan`: within a loop XLA's CPU programs run several times slower.
+    results = [part_grads(index) for index in range(parts)]
+    grads, losses = jax.tree.map(lambda *leaves: sum(leaves) / parts, *results)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), losses)
-    return TrainState(params, optimizer_state, state.step + 1), mean
-
-
-class _Part:
-    """The first samples of a cache, as Grain's data sources."""
-
-    def __init__(self, cache: TargetCache, count: int):
-        self._cache, self._count = cache, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Sample:
-        return self._cache[int(index)]
+    return TrainState(params, optimizer_state, state.step + 1), losses
 
 
 class _Log:
     """A line of JSON for each entry, and TensorBoard's events where it is installed."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, settings: Training, seconds: float):
+        """`seconds` were trained before."""
         self._file = open(directory / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._time, self._step = time.monotonic(), None
+        self._anchors = settings.batch_size * settings.num_anchors  # at most, of a step
+        self._tokens = settings.batch_size * settings.max_len
+        self._start = time.monotonic() - seconds
+        self._last: tuple[int, float] | None = None  # step and time of the last training entry
         self._writer = None
         try:
             from tensorboardX import SummaryWriter
@@ -388,20 +394,29 @@ class _Log:
         except ImportError:
             pass
 
-    def write(
-        self, step: int, name: str, losses: Losses, batch: Sample | None = None
-    ) -> dict[str, Any]:
-        entry = {"step": step, "set": name, **_plain_losses(losses)}
-        now = time.monotonic()
-        if batch is not None:
-            seconds = (now - self._time) / (step - (self._step or 0)) if self._step else None
-            rows, length = batch.tokens_T.shape
-            entry |= {
-                "seconds_per_step": seconds,
-                "tokens_per_second": seconds and rows * length / seconds,
-                "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            }
-            self._time, self._step = now, step
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of the run, its evaluations and earlier parts included."""
+        return time.monotonic() - self._start
+
+    def write(self, step: int, name: str, losses: Losses) -> dict[str, Any]:
+        entry = {
+            "step": step,
+            "set": name,
+            "seconds": self.seconds,
+            "anchors": step * self._anchors,
+        }
+        entry |= _plain_losses(losses)
+        if name == "train":
+            if self._last is not None:
+                rate = (step - self._last[0]) / (self.seconds - self._last[1])
+                entry |= {
+                    "steps_per_second": rate,
+                    "anchors_per_second": rate * self._anchors,
+                    "tokens_per_second": rate * self._tokens,
+                }
+            entry["memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            self._last = step, self.seconds
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -436,29 +451,24 @@ def _checkpoints(directory: Path) -> Iterator[ocp.CheckpointManager]:
         yield manager
 
 
-def _check_cache(model: DSpark, cache: TargetCache, settings: Training) -> None:
-    if cache.taps != model.taps or cache.width != model.config.backbone.width:
+def _check_data(data: TrainingData, settings: Training) -> None:
+    if settings.held_out >= len(data):
         raise ValueError(
-            f"the cache holds layers {cache.taps} of width {cache.width} and the drafter taps "
-            f"{model.taps} of width {model.config.backbone.width}: make the cache for its taps"
+            f"{len(data)} sequences with {settings.held_out} held out leave none to train on: "
+            f"give more of them, or hold out fewer"
         )
-    if settings.held_out >= len(cache):
-        raise ValueError(
-            f"{len(cache)} sequences with {settings.held_out} held out leave none to train on: "
-            f"make a larger cache, or hold out fewer"
-        )
-    trained = range(len(cache) - settings.held_out)
-    masks = (cache[i].loss_mask_T[: settings.max_len] for i in trained)
+    trained = data.texts[: -settings.held_out]
+    masks = (text.loss_mask_T[: settings.max_len] for text in trained)
     if not any(np.any(mask[:-1] & mask[1:]) for mask in masks):
         raise ValueError(
             "no sequence has two tokens in a row to learn: answers are missing, or lie past max_len"
         )
 
 
-def _pad_rows(batch: Sample, rows: int) -> Sample:
+def _pad_rows(batch: Any, rows: int) -> Any:
     """With empty sequences up to `rows`."""
     missing = rows - len(batch.tokens_T)
-    return Sample(*(np.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)) for a in batch))
+    return jax.tree.map(lambda a: np.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)), batch)
 
 
 def _plain_losses(losses: Losses) -> dict[str, Any]:

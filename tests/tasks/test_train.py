@@ -127,3 +127,112 @@ def test_head_is_that_of_the_target(target, tmp_path):
 def test_a_missing_cache_is_named(get_config, tmp_path):
     with pytest.raises(CacheError, match="is not a target cache"):
         train.run(get_config("train", cache=str(tmp_path / "none"), **TRAIN), tmp_path / "run")
+
+
+CHATS = (
+    "{% for m in messages %}{{ '[u]' if m.role == 'user' else '[a]' }}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture
+def chats(target, tmp_path):
+    """Conversations with answers, in a file."""
+    target.tokenizer.chat_template = CHATS + "{% if add_generation_prompt %}[a]{% endif %}"
+    lines = [{"prompt": f"say {i}", "response": f"{i}, {i} and {i} again"} for i in range(12)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {
+        "prompts": str(tmp_path / "chats.jsonl"), "answers": "given", "mask_token_id": 255,
+    }  # fmt: skip
+
+
+def test_given_answers_make_a_cache_that_their_texts_make_again(
+    target, chats, get_config, tmp_path
+):
+    cache.run(get_config("cache", **CACHE | chats), tmp_path / "data")
+    data = TargetCache(tmp_path / "data/cache")
+    answers = [target.tokenizer.decode(s.tokens_T[s.loss_mask_T].tolist()) for s in data]
+    assert sorted(answers) == sorted(f"{i}, {i} and {i} again" for i in range(12))
+    texts = {"texts": str(tmp_path / "data/texts.npz")}
+    cache.run(get_config("cache", **CACHE | texts), tmp_path / "again")
+    again = TargetCache(tmp_path / "again/cache")
+    for left, right in zip(data, again, strict=True):
+        for name in ("tokens_T", "loss_mask_T", "taps_TMD", "hidden_TD"):
+            np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+
+
+@pytest.mark.slow
+def test_given_texts_go_on_after_an_interruption(target, chats, get_config, tmp_path, monkeypatch):
+    config = get_config("cache", **CACHE | chats | {"batch_size": 2})
+    cache.run(config, tmp_path / "whole")
+    monkeypatch.setattr(cache.CacheWriter.__init__, "__kwdefaults__", {"shard_bytes": 1})
+    real, calls = cache.CacheWriter.add, []
+
+    def stop(self, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(self, *args)
+
+    monkeypatch.setattr(cache.CacheWriter, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        cache.run(config, tmp_path / "halves")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "response": "another"}))
+    with pytest.raises(CacheError, match=r"made with another made_with\.texts"):
+        cache.run(config, tmp_path / "halves")
+    lines = [{"prompt": f"say {i}", "response": f"{i}, {i} and {i} again"} for i in range(12)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    cache.run(config, tmp_path / "halves")
+    whole, halves = (TargetCache(tmp_path / name / "cache") for name in ("whole", "halves"))
+    for left, right in zip(whole, halves, strict=True):
+        np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
+
+
+@pytest.mark.slow
+def test_online_training_and_going_on_from_a_drafter(target, chats, get_config, tmp_path):
+    """Without a cache; then shorter blocks, from the drafter that the first run made."""
+    train.run(get_config("train", **TRAIN | chats), tmp_path / "run")
+    first = specjax.load_drafter(tmp_path / "run/drafter", target)
+    assert first.model.config.block_size == 7
+    more = {"start": str(tmp_path / "run/drafter"), "drafter.block_size": 3}
+    more |= {"training.learning_rate": 1e-9}
+    train.run(get_config("train", **TRAIN | chats | more), tmp_path / "more")
+    second = specjax.load_drafter(tmp_path / "more/drafter", target)
+    assert second.model.config.block_size == 3
+    np.testing.assert_allclose(
+        second.params["fc"]["weight"], first.params["fc"]["weight"], atol=1e-6
+    )
+
+
+@pytest.mark.slow
+def test_draft_layers_may_start_as_the_targets(target, chats, get_config, tmp_path):
+    options = {"drafter.layers_from": (1,), "training.learning_rate": 1e-9}
+    train.run(get_config("train", **TRAIN | chats | options), tmp_path / "run")
+    drafter = specjax.load_drafter(tmp_path / "run/drafter", target)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        np.testing.assert_allclose(
+            drafter.params["layer_0"]["mlp"][name]["weight"],
+            target.params["layer_1"]["mlp"][name]["weight"], rtol=2**-8,  # saved in bfloat16
+        )  # fmt: skip
+    config = get_config("train", **TRAIN | chats | {"drafter.layers_from": (0, 1)})
+    with pytest.raises(ValueError, match="layers_from must name 1 layers of tiny"):
+        train.run(config, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "message"),
+    [
+        ("train", {}, "nothing to train on"),
+        ("train", {"answers": "target", "prompts": "chats.jsonl"}, "nothing to train on"),
+        ("cache", {"answers": "mine"}, "config.answers must be 'target' or 'given'"),
+        ("cache", {"answers": "given"}, "needs config.prompts or config.dataset"),
+        ("cache", {"texts": "a.npz", "prompts": "b.jsonl"}, "give config.texts, or"),
+        ("cache", {"texts": "nowhere.npz"}, "cannot read the texts nowhere.npz"),
+        ("cache", {"prompts": "a", "dataset": "b", "answers": "given"}, "not both"),
+    ],
+)
+def test_sources_that_contradict_or_lack_are_named(
+    target, get_config, tmp_path, task, overrides, message
+):
+    base, run = (CACHE, cache.run) if task == "cache" else (TRAIN, train.run)
+    with pytest.raises(ValueError, match=message):
+        run(get_config(task, **base | overrides), tmp_path / "run")

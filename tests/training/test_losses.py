@@ -38,9 +38,9 @@ def losses_of(kind, params, model=None):
     _, features, blocks, logits = batch(kind)
     model = model or golden_drafter(kind).model
     out = model.forward(params, features, blocks.tokens_BAG, blocks.previous_BAG, blocks.anchors_BA)
-    return dspark_losses(
-        out, blocks, logits, WEIGHTS.get(kind, LossWeights()), params.get("draft_ids")
-    )
+    probs, ids = jax.nn.softmax(logits), params.get("draft_ids")
+    probs = probs if ids is None else probs[..., ids]
+    return dspark_losses(out, blocks, probs, WEIGHTS.get(kind, LossWeights()), ids)
 
 
 def trainable(params):
@@ -168,7 +168,8 @@ def test_trimmed_vocabulary_counts_what_it_misses():
     out = model.forward(params, features, blocks.tokens_BAG, blocks.previous_BAG, blocks.anchors_BA)
     wide = np.full((*out.logits_BAGV.shape[:3], 97), -1e9, np.float32)
     wide[..., ids] = out.logits_BAGV
-    same = dspark_losses(out._replace(logits_BAGV=jnp.asarray(wide)), blocks, logits, LossWeights())
+    out = out._replace(logits_BAGV=jnp.asarray(wide))
+    same = dspark_losses(out, blocks, jax.nn.softmax(logits), LossWeights())
     np.testing.assert_allclose(got.total_variation, same.total_variation, rtol=1e-5)
     np.testing.assert_allclose(got.acceptance_G, same.acceptance_G, rtol=1e-5)
     inside = np.isin(blocks.labels_BAG, ids) & np.asarray(blocks.valid_BAG)
@@ -187,7 +188,10 @@ def test_loss_of_a_drafter_that_is_the_target_is_zero():
     blocks = Blocks(grid[:, :, 0], grid[:, :, 0] == 0, *([grid] * 4), grid == 0)
     logits = jax.random.normal(jax.random.key(0), (*shape, 7))
     losses = dspark_losses(
-        BlockOutput(logits, logits, logits, None), blocks, logits, LossWeights(0.0, 1.0, 0.0)
+        BlockOutput(logits, logits, logits, None),
+        blocks,
+        jax.nn.softmax(logits),
+        LossWeights(0.0, 1.0, 0.0),
     )
     np.testing.assert_allclose(losses.total, 0, atol=1e-6)
     np.testing.assert_allclose(losses.acceptance_G, 1, atol=1e-6)

@@ -11,6 +11,7 @@ import specjax
 from specjax.data.self_generated import Writing, write_answers
 from specjax.data.target_cache import CacheWriter, TargetCache
 from specjax.drafters import Drafter, init_dspark
+from specjax.training.features import CachedStates
 from specjax.training.trainer import Trainer, Training
 from tests.toys import tiny_target
 
@@ -49,7 +50,8 @@ def trainer(target, cache, settings=SETTINGS, **options):
         target, jax.random.key(0), num_layers=1, taps=(-1, 0), mask_token_id=60, markov_rank=4,
         block_size=4, **options,
     )  # fmt: skip
-    return Trainer(model, params, target.params["lm_head"]["weight"], cache, settings)
+    head = target.params["lm_head"]["weight"]
+    return Trainer(model, params, head, CachedStates(cache, head, model.taps), settings)
 
 
 def same(left, right):
@@ -131,22 +133,20 @@ def test_checkpoints_of_other_settings_are_refused(target, cache, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "message"),
+    ("settings", "message"),
     [
-        ({"held_out": 12}, {}, "leave none to train on"),
-        ({"max_len": 2}, {}, "no sequence has two tokens in a row to learn"),
-        ({}, {"taps": (0,)}, r"holds layers \(-1, 0\)"),
+        ({"held_out": 12}, "leave none to train on"),
+        ({"max_len": 2}, "no sequence has two tokens in a row to learn"),
     ],
 )
-def test_caches_that_do_not_fit_are_refused(target, cache, settings, options, message):
-    model, params = init_dspark(
-        target, jax.random.key(0), mask_token_id=60, **{"taps": (-1, 0), **options}
-    )
+def test_caches_with_too_little_are_refused(target, cache, settings, message):
     with pytest.raises(ValueError, match=message):
-        Trainer(
-            model, params, target.params["lm_head"]["weight"], cache,
-            Training(**{**vars(SETTINGS), **settings}),
-        )  # fmt: skip
+        trainer(target, cache, Training(**{**vars(SETTINGS), **settings}))
+
+
+def test_caches_of_other_taps_are_refused(target, cache):
+    with pytest.raises(ValueError, match=r"holds layers \(-1, 0\)"):
+        CachedStates(cache, target.params["lm_head"]["weight"], (0, 1))
 
 
 @pytest.mark.parametrize(

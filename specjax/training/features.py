@@ -1,0 +1,214 @@
+"""Where training gets the target's hidden states: from a cache, or from the target itself."""
+
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.data.hidden_states import hidden_states
+from specjax.data.target_cache import Sample, TargetCache, TokenSequence
+from specjax.drafters.dspark_init import language_model_head
+from specjax.files import digest, replacing
+from specjax.models.layers import matmul
+from specjax.models.target import Target
+
+_ROWS = 256  # hidden states whose logits are computed together
+
+
+class Batch(NamedTuple):
+    """Sequences padded to one length, on the device.
+
+    Attributes:
+      tokens_BT: token ids.
+      loss_mask_BT: tokens to be learnt.
+      taps_BTMD: outputs of the tapped layers at each token.
+      hidden_BTD: the input of the language-model head at each token.
+      normalizer_BT: log-sum-exp of the head's logits at each token.
+    """
+
+    tokens_BT: Int[Array, "B T"]
+    loss_mask_BT: Bool[Array, "B T"]
+    taps_BTMD: Float[Array, "B T M D"]
+    hidden_BTD: Float[Array, "B T D"]
+    normalizer_BT: Float[Array, "B T"]
+
+
+@runtime_checkable
+class TrainingData(Protocol):
+    """Sequences to train on, as Grain's data sources, and the states of a batch of them."""
+
+    @property
+    def texts(self) -> Sequence[TokenSequence]:
+        """The sequences without hidden states."""
+        ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Plain values that are the same for equal data."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        """A NamedTuple of one sequence's arrays, for `collate`."""
+        ...
+
+    def complete(self, collated: Any) -> Batch:
+        """The batch of what `collate` made of such tuples."""
+        ...
+
+
+class CachedStates:
+    """Those of a target cache, which needs no target.
+
+    The normalizers, for which the target's whole head is run once, are kept beside the
+    shards (normalizers.npz), for other runs.
+    """
+
+    def __init__(
+        self,
+        cache: TargetCache,
+        head_VD: Float[Array, "V D"],
+        taps: tuple[int, ...],
+        on_tokens: Callable[[int], object] = lambda count: None,
+    ):
+        """Reads the normalizers, or computes and keeps them.
+
+        Args:
+          cache: of the target.
+          head_VD: its language-model head.
+          taps: the drafter's, among those of the cache.
+          on_tokens: called with the number of tokens done since the call before, while
+            normalizers are computed.
+
+        Raises:
+          ValueError: a cache that does not have the taps, or of another width.
+        """
+        width = head_VD.shape[1]
+        if not set(taps) <= set(cache.taps) or cache.width != width:
+            raise ValueError(
+                f"the cache holds layers {cache.taps} of width {cache.width} and the drafter "
+                f"taps {taps} of width {width}: make the cache with its taps"
+            )
+        self._cache = cache
+        self._columns = [cache.taps.index(tap) for tap in taps]
+        self._starts = np.concatenate([[0], np.cumsum(cache.lengths)])
+        self.texts: Sequence[TokenSequence] = cache.texts()
+        self.identity = {
+            "samples": len(cache),
+            "tokens": int(cache.lengths.sum()),
+            "made_with": cache.manifest.get("made_with"),
+        }
+        path = cache.directory / "normalizers.npz"
+        key = np.array([cache.fingerprint, _fingerprint(head_VD)])
+        values = _read(path, key) if cache.fingerprint else None
+        if values is None:
+            values = self._compute(head_VD, on_tokens)
+            with replacing(path) as partial_path, open(partial_path, "wb") as file:
+                np.savez(file, key=key, values=values)
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def __getitem__(self, index: Any) -> Sample:
+        start, end = self._starts[index : index + 2]
+        sample = self._cache[int(index)]
+        return sample._replace(
+            taps_TMD=sample.taps_TMD[:, self._columns], normalizer_T=self._values[start:end]
+        )
+
+    def complete(self, collated: Sample) -> Batch:
+        return Batch(*map(jnp.asarray, collated))
+
+    def _compute(self, head_VD: Array, on_tokens: Callable[[int], object]) -> np.ndarray:
+        values = []
+        for index in range(len(self)):
+            hidden_TD = self._cache[index].hidden_TD
+            length = len(hidden_TD)
+            padded_TD = np.pad(hidden_TD, ((0, -length % _ROWS), (0, 0)))
+            pieces = padded_TD.astype(np.float32).reshape(-1, _ROWS, padded_TD.shape[-1])
+            normalizers = [log_normalizers(piece, head_VD) for piece in pieces]
+            values.append(np.concatenate(normalizers)[:length])
+            on_tokens(length)
+        return np.concatenate(values)
+
+
+class OnlineStates:
+    """Those that the target computes for every batch, of texts alone: nothing to store."""
+
+    def __init__(self, texts: Sequence[TokenSequence], target: Target, taps: tuple[int, ...]):
+        """Takes texts, of `read_texts` or `encode_conversations`.
+
+        Raises:
+          ValueError: a target that gives no hidden states.
+        """
+        self._head_VD = language_model_head(target)
+        self.texts, self._target, self._taps = texts, target, taps
+        self.identity = {
+            "samples": len(texts),
+            "texts": digest([text.tokens_T.tolist() for text in texts]),
+            "weights": target.fingerprint(),
+            "dtype": target.dtype,
+        }
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: Any) -> TokenSequence:
+        return self.texts[int(index)]
+
+    def complete(self, collated: TokenSequence) -> Batch:
+        tokens_BT, mask_BT = map(jnp.asarray, collated)
+        target = self._target
+        taps_BTMD, hidden_BTD = hidden_states(
+            target.params, tokens_BT, model=target.model, taps=self._taps
+        )
+        normalizer_BT = log_normalizers(hidden_BTD, self._head_VD)
+        return Batch(tokens_BT, mask_BT, taps_BTMD, hidden_BTD, normalizer_BT)
+
+
+def target_probs(
+    hidden_BTD: Float[Array, "B T D"],
+    head_VD: Float[Array, "V D"],
+    normalizer_BT: Float[Array, "B T"],
+    draft_ids: Int[Array, " C"] | None,
+) -> Float[Array, "B T C"]:
+    """What the target thinks of the tokens that may be drafted, at every position.
+
+    Args:
+      hidden_BTD: the target's last hidden states.
+      head_VD: its language-model head.
+      normalizer_BT: log-sum-exp of its logits, at every position.
+      draft_ids: the tokens; None is all.
+    """
+    head_CD = head_VD if draft_ids is None else head_VD[draft_ids]
+    return jnp.exp(matmul(hidden_BTD, head_CD) - normalizer_BT[..., None])
+
+
+@jax.jit
+def log_normalizers(
+    hidden: Float[Array, "*rows D"], head_VD: Float[Array, "V D"]
+) -> Float[Array, "*rows"]:
+    """Log-sum-exp of the target's logits."""
+    return jax.nn.logsumexp(matmul(hidden, head_VD), axis=-1)
+
+
+def _fingerprint(head_VD: Array) -> str:
+    """Changes with the head; from its sums, which are quick to make."""
+    rows = jnp.sum(head_VD.astype(jnp.float32), axis=0)
+    return f"{head_VD.dtype} {head_VD.shape} {np.asarray(rows).tobytes().hex()[:64]}"
+
+
+def _read(path: Path, key: np.ndarray) -> np.ndarray | None:
+    """None where they are missing, damaged, or another cache's or head's."""
+    try:
+        with open(path, "rb") as file, np.load(file) as stored:
+            return stored["values"] if np.array_equal(stored["key"], key) else None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None

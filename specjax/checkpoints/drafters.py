@@ -7,10 +7,16 @@ from pathlib import Path
 from specjax.checkpoints.dspark import open_dspark
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.targets import HUB_ID, download
-from specjax.drafters import Drafter, PromptLookup, draft_model, early_exit
+from specjax.drafters import Composed, Drafter, PromptLookup, draft_model, early_exit
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.dspark_init import restrict
 from specjax.models.target import Target
+
+# Drafters that come with the package, by name: specjax/shipped/NAME.
+_SHIPPED = Path(__file__).parent.parent / "shipped"
+_COMPOSED = "prompt_lookup+"
+# Shorter matches are right less often than a trained drafter; its later drafts seldom are.
+_MIN_NGRAM, _MODEL_LEN = 3, 4
 
 
 def load_drafter(
@@ -24,8 +30,10 @@ def load_drafter(
 
     Args:
       source: "prompt_lookup", "early_exit:N" (the target's own first N layers), another
-        Target of the same vocabulary, or a DSpark or DFlash checkpoint in DeepSpec's format
-        or in specjax's own: its directory, or a hub id ("owner/name").
+        Target of the same vocabulary, a shipped drafter ("smollm2-135m-dspark"), or a DSpark
+        or DFlash checkpoint in DeepSpec's format or in specjax's own: its directory, or a hub
+        id ("owner/name"). "prompt_lookup+SOURCE" copies from the row's own text where that
+        has a long enough match and drafts with a DSpark drafter elsewhere (`Composed`).
       target: the model whose tokens it drafts.
       draft_vocab: token ids that a DSpark drafter may draft; None leaves the checkpoint's
         choice, all of them in DeepSpec's format.
@@ -38,12 +46,28 @@ def load_drafter(
     """
     if not isinstance(target, Target):
         raise ValueError(f"target must come from load_target, got {target!r}")
+    if isinstance(source, str) and source.startswith(_COMPOSED):
+        part = load_drafter(
+            source.removeprefix(_COMPOSED), target, draft_vocab=draft_vocab, candidates=candidates
+        )
+        if not isinstance(part.model, DSpark):
+            raise ValueError(
+                f"prompt lookup is composed with DSpark drafters, not with {part.name}"
+            )
+        model_len = min(_MODEL_LEN, part.model.config.block_size)
+        composed = Composed(PromptLookup(min_ngram=_MIN_NGRAM), part.model, model_len)
+        return Drafter(composed, part.params, source)
     drafter = _load(source, target)
     if draft_vocab is None and candidates is None:
         return drafter
     if not isinstance(drafter.model, DSpark):
         raise ValueError(f"draft_vocab and candidates are options of DSpark, not of {drafter.name}")
     return Drafter(*restrict(drafter.model, drafter.params, draft_vocab, candidates), drafter.name)
+
+
+def shipped_drafters() -> list[str]:
+    """Names of the drafters that come with the package."""
+    return sorted(path.parent.name for path in _SHIPPED.glob("*/config.json"))
 
 
 def _load(source: str | os.PathLike[str] | Target, target: Target) -> Drafter:
@@ -59,10 +83,13 @@ def _load(source: str | os.PathLike[str] | Target, target: Target) -> Drafter:
         if not argument.isdecimal():
             raise ValueError(f"{name!r} needs a number of layers, as in 'early_exit:8'")
         return Drafter(*early_exit(target, int(argument)), name)
+    if (_SHIPPED / name / "config.json").is_file():
+        return Drafter(*open_dspark(_SHIPPED / name, target), name)
     if not os.path.exists(name) and not HUB_ID.fullmatch(name):
         raise ValueError(
-            f"unknown drafter {name!r}: known are 'prompt_lookup', 'early_exit:N', a Target, and "
-            f"the directory or hub id of a checkpoint"
+            f"unknown drafter {name!r}: known are 'prompt_lookup', 'early_exit:N', "
+            f"{', '.join(map(repr, shipped_drafters()))}, a Target, the directory or hub id of a "
+            f"checkpoint, and 'prompt_lookup+' before any of the latter"
         )
     try:
         directory = Path(name) if os.path.exists(name) else download(name)

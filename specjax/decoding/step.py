@@ -83,7 +83,7 @@ def speculate_step(
             verify_len_B = jnp.minimum(verify_len_B, proposal.count_B)
     inputs_BT = jnp.concatenate([anchor_B[:, None], proposal.tokens_BG], axis=1)
 
-    def verify(cache: PyTree, size: int) -> tuple[PyTree, _Verification]:
+    def verify(cache: PyTree, size: int) -> tuple[PyTree, Verification]:
         """One pass over the anchor and `size` drafts, and what it decides."""
         with jax.named_scope("verify"):
             positions_BT = length_B[:, None] - 1 + jnp.arange(size + 1, dtype=jnp.int32)[None]
@@ -91,13 +91,16 @@ def speculate_step(
                 target_params, inputs_BT[:, : size + 1], positions_BT, cache, taps=drafter.taps
             )
         with jax.named_scope("accept"):
-            judged = _judge(out, _first_drafts(proposal, size), verify_len_B, state, keys, config)
+            judged = judge(out, _first_drafts(proposal, size), verify_len_B, state, keys, config)
         return out.cache, _pad(judged, config.draft_len - size)
 
-    # Where proposals say how many drafts they hold there are two passes: of one position for
-    # rounds in which no row has any, and of all. What the shorter gives is padded to the longer.
-    sizes = [config.draft_len] if proposal.count_B is None else [0, config.draft_len]
-    wanted = jnp.any((verify_len_B > 0) & ~state.done_B).astype(jnp.int32)
+    # Where proposals say how many drafts they hold there are several passes, and the shortest
+    # that holds those of all rows is run. What it gives is padded to the longest.
+    sizes = [config.draft_len]
+    if proposal.count_B is not None:
+        sizes = sorted({*(proposal.lens or (0,)), config.draft_len})
+    longest = jnp.max(jnp.where(state.done_B, 0, verify_len_B))
+    wanted = jnp.sum(longest > jnp.array(sizes[:-1], jnp.int32), dtype=jnp.int32)
     cache, judged = _run_one(verify, sizes, wanted, state.cache)
 
     with jax.named_scope("commit"):
@@ -132,7 +135,7 @@ def _check_draft_len(proposal: Proposal, state: DecodeState, draft_len: int) -> 
         )
 
 
-class _Verification(NamedTuple):
+class Verification(NamedTuple):
     """What one pass of the target gives to the rest of the round."""
 
     verdict: Verdict
@@ -141,14 +144,14 @@ class _Verification(NamedTuple):
     logprobs: LogProbs | None
 
 
-def _judge(
+def judge(
     out: TargetOutput,
     proposal: Proposal,
     verify_len_B: Int[Array, " B"],
     state: DecodeState,
     keys: RoundKeys,
     config: DecodeConfig,
-) -> _Verification:
+) -> Verification:
     """Accepts drafts by the target's logits after the anchor and after each draft."""
     assert out.logits is not None
     draft_len = proposal.tokens_BG.shape[1]
@@ -165,7 +168,7 @@ def _judge(
     if config.logprobs:
         tokens_BT = _committed_tokens(proposal.tokens_BG, verdict)
         logprobs = _log_probs(out.logits, logits_BTV, tokens_BT, state.sampling)
-    return _Verification(verdict, out.hidden, out.taps, logprobs)
+    return Verification(verdict, out.hidden, out.taps, logprobs)
 
 
 def _log_probs(
@@ -208,7 +211,7 @@ def _first_drafts(proposal: Proposal, size: int) -> Proposal:
     return jax.tree.map(lambda leaf: leaf[:, :size] if leaf.ndim > 1 else leaf, proposal)
 
 
-def _pad(judged: _Verification, missing: int) -> _Verification:
+def _pad(judged: Verification, missing: int) -> Verification:
     """Fills up what has an entry for each position of the pass."""
     if not missing:
         return judged
@@ -216,7 +219,7 @@ def _pad(judged: _Verification, missing: int) -> _Verification:
         lambda leaf: jnp.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2)),
         judged[1:],
     )
-    return _Verification(judged.verdict, *grown)
+    return Verification(judged.verdict, *grown)
 
 
 def _committed_tokens(drafts_BG: Int[Array, "B G"], verdict: Verdict) -> Int[Array, "B T"]:
@@ -231,7 +234,7 @@ def commit(
     state: DecodeState,
     proposal: Proposal,
     verify_len_B: Int[Array, " B"],
-    judged: _Verification,
+    judged: Verification,
 ) -> tuple[DecodeState, RoundOutput]:
     """Appends the kept drafts and the target's token, up to a stop token or the limit."""
     accepted_B = judged.verdict.accepted_B

@@ -196,12 +196,16 @@ class Proposal:
       count_B: how many of the tokens are drafts at all; None means all. The rest is
         never verified, and a batch in which no row has any costs a pass of one position.
         It must be known before the drafts are drawn.
+      lens: static; the values that `count_B` is likely to take. Each is compiled as a pass
+        of its own, and a round takes the shortest that holds the drafts of all rows. Empty
+        means 0 and G.
     """
 
     tokens_BG: Int[AnyArray, "B G"]
     dist: DraftDist
     confidence_BG: Float[AnyArray, "B G"] | None = None
     count_B: Int[AnyArray, " B"] | None = None
+    lens: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
 
 @struct.dataclass

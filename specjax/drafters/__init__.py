@@ -3,6 +3,7 @@
 import dataclasses
 
 from specjax.decoding.types import DrafterModel, PyTree
+from specjax.drafters.composed import Composed
 from specjax.drafters.draft_model import DraftModel, draft_model, early_exit
 from specjax.drafters.dspark import DSpark, DSparkConfig
 from specjax.drafters.dspark_init import init_dspark, split_params
@@ -10,6 +11,7 @@ from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
 
 __all__ = [
+    "Composed",
     "DSpark",
     "DSparkConfig",
     "DraftModel",

@@ -9,20 +9,22 @@ import pytest
 from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import _decode, init_decode_state
 from specjax.decoding.types import DecodeConfig, SamplingParams
-from specjax.drafters import NoDrafter, init_dspark
+from specjax.drafters import Composed, NoDrafter, PromptLookup, init_dspark
 from tests.toys import tiny_target
 
 
 @pytest.mark.parametrize(
     "acceptance", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("kind", ["none", "prompt_lookup", "early_exit:1", "dspark"])
+@pytest.mark.parametrize("kind", ["none", "prompt_lookup", "early_exit:1", "dspark", "composed"])
 def test_no_cache_is_copied_in_the_loop(kind, acceptance):
     target = tiny_target(max_len=4096)
     model, params, draft_len = NoDrafter(), (), 0
-    if kind == "dspark":
+    if kind in ("dspark", "composed"):
         model, params = init_dspark(target, jax.random.key(0), num_layers=1, mask_token_id=60)
         draft_len = 3
+        if kind == "composed":
+            model = Composed(PromptLookup(), model, model_len=2)
     elif kind != "none":
         drafter = load_drafter(kind, target)
         model, params, draft_len = drafter.model, drafter.params, 3

@@ -285,6 +285,13 @@ def _for_samples(
     return repeat("max_new_tokens", max_new_tokens), SamplingParams(**fields)
 
 
+def default_draft_len(drafter: Drafter) -> int:
+    """γ that `generate` takes when none is asked for: 7, or a smaller block size."""
+    if isinstance(drafter.model, DSpark):
+        return min(_DRAFT_LEN, drafter.model.config.block_size)
+    return _DRAFT_LEN
+
+
 class _Program(NamedTuple):
     """The decoding functions with a target and a drafter put in."""
 
@@ -357,9 +364,7 @@ def _program(
     if isinstance(drafter.model, NoDrafter):
         draft_len = 0
     elif draft_len is None:
-        draft_len = _DRAFT_LEN
-        if isinstance(drafter.model, DSpark):
-            draft_len = min(draft_len, drafter.model.config.block_size)
+        draft_len = default_draft_len(drafter)
     config = DecodeConfig(draft_len, policy, acceptance, logprobs)
     static = {"target": target.model, "drafter": drafter.model, "config": config}
     return _Program(target, drafter, static)

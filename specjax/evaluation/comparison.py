@@ -109,15 +109,54 @@ def compare(
       ValueError: an unknown check, a tolerance that is no finite number of at least 0, or
         prompts too long for the target.
     """
-    if check not in CHECKS:
-        raise ValueError(f"unknown check {check!r}: known are {', '.join(CHECKS)}")
-    if not (math.isfinite(gap_tolerance) and gap_tolerance >= 0):
-        raise ValueError(f"gap_tolerance must be finite and at least 0, got {gap_tolerance}")
+    _check_options(check, gap_tolerance)
     max_len = max(room(target, name, rows, settings.max_new_tokens) for name, rows in sets.items())
     runs = {
         name: measure(target, drafter, rows, settings, max_len, partial(on_batch, name))
         for name, rows in sets.items()
     }
+    return compare_runs(
+        target,
+        drafter,
+        sets,
+        runs,
+        settings,
+        max_len,
+        check=check,
+        gap_tolerance=gap_tolerance,
+        on_batch=on_batch,
+    )
+
+
+def compare_runs(
+    target: specjax.Target,
+    drafter: specjax.Drafter,
+    sets: Mapping[str, Sequence[Sequence[int]]],
+    runs: Mapping[str, tuple[Measurement, Measurement]],
+    settings: Settings,
+    max_len: int,
+    *,
+    check: str,
+    gap_tolerance: float = 0.0,
+    on_batch: OnBatch = lambda what, rows: None,
+) -> list[Comparison]:
+    """Compares the outputs of both ways of decoding, measured before.
+
+    Args:
+      target: the model.
+      drafter: what proposed tokens.
+      sets: the prompts under each name.
+      runs: each set's autoregressive and speculative measurement.
+      settings: how these were decoded.
+      max_len: the room that they had.
+      check: as in `compare`, and so are the rest.
+      gap_tolerance: the largest logit gap that passes the check "gap".
+      on_batch: called after each batch of a check.
+
+    Raises:
+      ValueError: an unknown check, or a tolerance that is no finite number of at least 0.
+    """
+    _check_options(check, gap_tolerance)
     if not settings.greedy:
         nothing = (None, None, {"kind": "none"})
         return [Comparison(name, *pair, *nothing) for name, pair in runs.items()]
@@ -138,6 +177,13 @@ def compare(
         Comparison(name, *pair, as_run[name], verdicts[name], checks[name])
         for name, pair in runs.items()
     ]
+
+
+def _check_options(check: str, gap_tolerance: float) -> None:
+    if check not in CHECKS:
+        raise ValueError(f"unknown check {check!r}: known are {', '.join(CHECKS)}")
+    if not (math.isfinite(gap_tolerance) and gap_tolerance >= 0):
+        raise ValueError(f"gap_tolerance must be finite and at least 0, got {gap_tolerance}")
 
 
 def outputs(target: specjax.Target, prompts: int, settings: Settings, check: str) -> int:

@@ -106,9 +106,9 @@ def build_report(
         *((c.name, (c.autoregressive, c.speculative)) for c in comparisons),
     ]:
         labels = {"name": "autoregressive", "drafter": None, "policy": None, set_key: name}
-        runs.append(labels | _run(autoregressive))
+        runs.append(labels | run_entry(autoregressive))
         labels = {"name": "speculative", "drafter": drafter, "policy": policy, set_key: name}
-        runs.append(labels | _run(speculative))
+        runs.append(labels | run_entry(speculative))
     sampled = any(c.as_run is None for c in comparisons)
     ties = [
         {set_key: c.name} | dataclasses.asdict(tie) for c in comparisons for tie in c.as_run or ()
@@ -128,7 +128,8 @@ def build_report(
     }
 
 
-def _run(measurement: Measurement) -> dict[str, Any]:
+def run_entry(measurement: Measurement) -> dict[str, Any]:
+    """What a report says of one measurement: sizes, times and every metric."""
     return {
         "prompts": len(measurement.tokens),
         "tokens": measurement.token_count,

@@ -201,34 +201,54 @@ def measure(
     max_len: int,
     on_batch: Callable[[int], object] = lambda rows: None,
 ) -> tuple[Measurement, Measurement]:
-    """Times decoding all prompts autoregressively and speculatively.
-
-    Both are compiled and warmed up on a batch before it is timed, and they take turns
-    batch by batch, so that a slow moment of the machine hits both alike.
-
-    Args:
-      target: the model.
-      drafter: what proposes tokens in the speculative run.
-      prompts: at least one list of token ids.
-      settings: how to decode.
-      max_len: positions to make room for (see `room`).
-      on_batch: called with the number of rows after each batch, for either way.
+    """Times decoding all prompts autoregressively and speculatively (see `measure_each`).
 
     Returns:
       The autoregressive and the speculative measurement.
     """
-    measured: tuple[list[Measurement], list[Measurement]] = ([], [])
+    methods = [(None, 0), (drafter, settings.draft_len)]
+    autoregressive, speculative = measure_each(
+        target, methods, prompts, settings, max_len, on_batch
+    )
+    return autoregressive, speculative
+
+
+def measure_each(
+    target: specjax.Target,
+    methods: Sequence[tuple[specjax.Drafter | None, int]],
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    max_len: int,
+    on_batch: Callable[[int], object] = lambda rows: None,
+) -> list[Measurement]:
+    """Times decoding all prompts in several ways.
+
+    All are compiled and warmed up on a batch before it is timed, and they take turns
+    batch by batch, so that a slow moment of the machine hits all alike.
+
+    Args:
+      target: the model.
+      methods: what proposes tokens, or None, and its draft length.
+      prompts: at least one list of token ids.
+      settings: how to decode; their draft length is not used here.
+      max_len: positions to make room for (see `room`).
+      on_batch: called with the number of rows after each batch of each method.
+
+    Returns:
+      The measurement of each method.
+    """
+    ways = [(drafter, dataclasses.replace(settings, draft_len=n)) for drafter, n in methods]
+    measured: list[list[Measurement]] = [[] for _ in ways]
     for first, batch in _batches(prompts, settings.batch_size):
         runs = [
-            partial(decode, target, method, batch, settings, max_len=max_len, first_row=first)
-            for method in (None, drafter)
+            partial(decode, target, drafter, batch, way, max_len=max_len, first_row=first)
+            for drafter, way in ways
         ]
         warm_ups = [_compile_seconds(run, settings.max_new_tokens) for run in runs]
         for run, warm_up, parts in zip(runs, warm_ups, measured, strict=True):
             parts.append(_timed(run, warm_up))
             on_batch(len(batch))
-    autoregressive, speculative = map(Measurement.join, measured)
-    return autoregressive, speculative
+    return [Measurement.join(parts) for parts in measured]
 
 
 def _batches(

@@ -12,34 +12,42 @@ and a PNG beside it.
 import argparse
 import dataclasses
 import json
-import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import (
+    LIVE,
+    Timed,
+    argument_parser,
+    passes_of,
+    proposals_of,
+    provenance,
+    rounds_of,
+    save_figure,
+    seconds,
+    take_turns,
+)
 from jax import lax
 
 import specjax
 from specjax.api import encode_prompts
 from specjax.checkpoints.dtype import resolve_dtype
 from specjax.data.prompts import builtin_prompt, find_prompt_files, read_prompts
-from specjax.decoding.loop import decode, init_decode_state
-from specjax.decoding.types import DraftDist, Proposal, SamplingState
-from specjax.drafters import DSpark, NoDrafter, init_dspark
-from specjax.evaluation.report import environment, format_table
+from specjax.decoding.types import DraftDist, Proposal
+from specjax.drafters import Drafter, init_dspark
+from specjax.evaluation.report import format_table
 from specjax.files import write_json
 from specjax.models.layers import matmul
 from specjax.tasks.common import enable_compilation_cache
 
-LIVE = 200  # tokens in the cache when a measurement begins
-SHORT, LONG = 500, 4000  # room of a row: 512 and 4096 slots
+LONG = 4000  # room of a row: 4096 slots instead of 512
 # A DSpark drafter of which 30 MB in bfloat16 hold all but what is the target's.
 DSPARK = {
     "num_layers": 2,
@@ -47,7 +55,6 @@ DSPARK = {
     "draft_vocab": range(12_288),
     "candidates": 64,
 }
-Timed = Callable[[], float]  # seconds of one round, step or pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +100,7 @@ def main() -> None:
     peer = peer_tokens_per_second(arguments.peer_python, 1 if arguments.smoke else 5)
     chosen = by_dtype[auto]
     result = {
-        "command": shlex.join(sys.argv),
-        "environment": environment(),
+        **provenance(),
         "dtype": auto,
         **chosen["ratios"],
         "ours_over_transformers": peer and chosen["tokens_per_second"] / peer,
@@ -103,7 +109,7 @@ def main() -> None:
     }
     write_json(arguments.out, result)
     print(_table(by_dtype, result))
-    _plot(by_dtype, arguments.out.with_suffix(".png"))
+    save_figure(arguments.out.with_suffix(".png"), (7, 4), partial(_draw, by_dtype))
 
 
 def measure(
@@ -112,9 +118,9 @@ def measure(
     """Every time of one dtype, in milliseconds, and the ratios made of them."""
     q_logits = jnp.asarray(np.random.default_rng(0).normal(size=target.model.vocab_size) * 3)
     q_logits = q_logits.astype(jnp.float32)
-    key = jax.random.key(0)
-    dspark = init_dspark(target, key, **DSPARK, markov_rank=64)
-    headless = init_dspark(target, key, **DSPARK, markov_rank=0, confidence_with_markov=False)
+    fixed = Drafter(FixedDrafter(), q_logits, "fixed")
+    dspark = _random_dspark(target, markov_rank=64)
+    headless = _random_dspark(target, markov_rank=0, confidence_with_markov=False)
     # What is compared stands side by side, so that both meet the machine in the same state.
     timed: dict[str, Timed] = {
         "step_32_rows": rounds_of(target, rounds, batch=32),
@@ -122,27 +128,25 @@ def measure(
         "step": rounds_of(target, rounds),
         "pass1": passes_of(target, rounds, 1),
         "matmuls1": matmuls_of(target, rounds, 1),
-        "proposal7": proposals_of(target, *dspark, rounds),
-        "proposal7_no_head": proposals_of(target, *headless, rounds),
-        "round8_dspark": rounds_of(target, rounds, 7, *dspark),
+        "proposal7": proposals_of(target, rounds, dspark, 7),
+        "proposal7_no_head": proposals_of(target, rounds, headless, 7),
+        "round8_dspark": rounds_of(target, rounds, dspark, 7),
         "matmuls8": matmuls_of(target, rounds, 8),
-        "round8_t0": rounds_of(target, rounds, 7, FixedDrafter(), q_logits),
+        "round8_t0": rounds_of(target, rounds, fixed, 7),
         "pass8": passes_of(target, rounds, 8),
-        "round8_t1": rounds_of(target, rounds, 7, FixedDrafter(), q_logits, temperature_B=1.0),
-        "round8_top_p": rounds_of(
-            target, rounds, 7, FixedDrafter(), q_logits, temperature_B=1.0, top_p_B=0.9
-        ),
+        "round8_t1": rounds_of(target, rounds, fixed, 7, temperature_B=1.0),
+        "round8_top_p": rounds_of(target, rounds, fixed, 7, temperature_B=1.0, top_p_B=0.9),
     }
     for count in positions:
         timed.setdefault(f"pass{count}", passes_of(target, rounds, count))
         timed.setdefault(f"matmuls{count}", matmuls_of(target, rounds, count))
-    seconds = _measure(timed, repeats)
+    taken = take_turns(timed, repeats)
 
     def ratio(name: str, other: str) -> float:
-        pairs = zip(seconds[name], seconds[other], strict=True)
+        pairs = zip(taken[name], taken[other], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
-    ms = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    ms = {name: 1e3 * statistics.median(values) for name, values in taken.items()}
     ratios = {
         "step_over_matmuls": ratio("step", "matmuls1"),
         "verify8_over_matmuls": ratio("pass8", "matmuls8"),
@@ -160,87 +164,8 @@ def measure(
     return {"ms": ms, "ratios": ratios, "tokens_per_second": 1e3 / ms["step"]}
 
 
-def rounds_of(
-    target: specjax.Target,
-    rounds: int,
-    draft_len: int = 0,
-    drafter: Any = None,
-    drafter_params: Any = None,
-    *,
-    batch: int = 1,
-    room: int = SHORT,
-    **sampling: float,
-) -> Timed:
-    """Seconds of one round of `decode`, from LIVE tokens on."""
-    drafter = drafter or NoDrafter()
-    static: dict[str, Any] = {
-        "target": target.model,
-        "drafter": drafter,
-        "config": specjax.DecodeConfig(draft_len),
-    }
-    prompts = [[(7 * i + row) % 1000 + 100 for i in range(LIVE)] for row in range(batch)]
-
-    def run() -> float:
-        state = init_decode_state(
-            target.params,
-            drafter_params,
-            prompts,
-            max_new_tokens=rounds + 1,
-            max_len=room,
-            sampling=specjax.SamplingParams(**sampling),
-            **static,
-        )
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        state = jax.block_until_ready(decode(target.params, drafter_params, state, **static))
-        return (time.perf_counter() - start) / int(jnp.max(state.stats.rounds_B))
-
-    return run
-
-
-def passes_of(target: specjax.Target, passes: int, count: int) -> Timed:
-    """Seconds of one pass of the target over `count` positions, logits and all."""
-
-    @jax.jit
-    def loop(params: Any, cache: Any) -> Any:
-        def step(i: Any, carry: Any) -> Any:
-            cache, tokens = carry
-            # They move as a decode's do, or the compiler would compute what follows from
-            # them once for all passes.
-            positions = (LIVE + i + offsets)[None]
-            out = target.model.apply(params, tokens, positions, cache)
-            return out.cache, jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
-
-        offsets = jnp.arange(count, dtype=jnp.int32)
-        return lax.fori_loop(jnp.int32(0), passes, step, (cache, offsets[None]))
-
-    cache = target.model.init_cache(1, 512)
-    return lambda: _seconds(lambda: loop(target.params, cache)) / passes
-
-
-def proposals_of(target: specjax.Target, drafter: DSpark, params: Any, rounds: int) -> Timed:
-    """Seconds of one greedy proposal of 7, whatever the target would say to it."""
-
-    @jax.jit
-    def loop(params: Any, state: Any, sampling: Any, keys: Any) -> Any:
-        def propose(i: Any, anchor_B: Any) -> Any:
-            proposal, _ = drafter.propose(
-                params, state, anchor_B, jnp.array([LIVE]), sampling, keys
-            )
-            # All that a round would use goes into the next anchor, or it would be left out.
-            used = jnp.max(proposal.confidence_BG) + jnp.max(proposal.dist.logits_BGC)
-            return proposal.tokens_BG[:, -1] + (used > 1e9).astype(jnp.int32)
-
-        return lax.fori_loop(0, rounds, propose, jnp.array([5]))
-
-    sampling = SamplingState(
-        specjax.SamplingParams().rows(1, target.model.vocab_size),
-        jnp.full((1, 1), -1),
-        jnp.array([1]),
-    )
-    keys = jax.random.split(jax.random.key(0), (1, 7))
-    state = drafter.init_state(1, 512)
-    return lambda: _seconds(lambda: loop(params, state, sampling, keys)) / rounds
+def _random_dspark(target: specjax.Target, **options: Any) -> Drafter:
+    return Drafter(*init_dspark(target, jax.random.key(0), **DSPARK, **options), "dspark")
 
 
 def matmuls_of(target: specjax.Target, passes: int, count: int) -> Timed:
@@ -268,7 +193,7 @@ def matmuls_of(target: specjax.Target, passes: int, count: int) -> Timed:
         return lax.fori_loop(0, passes, step, x)
 
     x = jnp.ones((count, target.model.config.width))  # type: ignore[attr-defined]
-    return lambda: _seconds(lambda: loop(target.params, x)) / passes
+    return lambda: seconds(lambda: loop(target.params, x)) / passes
 
 
 def prompt_lookup(target: specjax.Target, pattern: str | None, limit: int) -> dict[str, float]:
@@ -280,13 +205,13 @@ def prompt_lookup(target: specjax.Target, pattern: str | None, limit: int) -> di
     drafter = specjax.load_drafter("prompt_lookup", target)
     speedups = {}
     for name, texts in sets.items():
-        seconds = {"plain": 0.0, "lookup": 0.0}
+        spent = {"plain": 0.0, "lookup": 0.0}
         for ids in encode_prompts(target, texts):
             for method, how in (("plain", None), ("lookup", drafter)):
                 run = {"max_new_tokens": 128, "max_len": len(ids) + 128, "draft_len": 7}
                 specjax.generate(target, how, [ids], **run | {"max_new_tokens": 2})
-                seconds[method] += specjax.generate(target, how, [ids], **run).decode_seconds
-        speedups[name] = seconds["plain"] / seconds["lookup"]
+                spent[method] += specjax.generate(target, how, [ids], **run).decode_seconds
+        speedups[name] = spent["plain"] / spent["lookup"]
     return speedups
 
 
@@ -332,23 +257,6 @@ def transformers_tokens_per_second(repeats: int) -> float | None:
     return 1 / statistics.median(run() for _ in range(repeats))
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start
-
-
-def _measure(timed: dict[str, Timed], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, `repeats` times; they take turns."""
-    for run in timed.values():
-        run()  # compiles
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(repeats):
-        for name, run in timed.items():
-            seconds[name].append(run())
-    return seconds
-
-
 def _table(by_dtype: dict[str, Any], result: dict[str, Any]) -> str:
     names = list(next(iter(by_dtype.values()))["ratios"])
     rows = [[name, *(f"{run['ratios'][name]:.3f}" for run in by_dtype.values())] for name in names]
@@ -361,13 +269,7 @@ def _table(by_dtype: dict[str, Any], result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plot(by_dtype: dict[str, Any], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("No figure: matplotlib is not installed (pip install 'specjax[plots]').")
-        return
-    figure = Figure(figsize=(7, 4), layout="constrained")
+def _draw(by_dtype: dict[str, Any], figure: Any) -> None:
     axes = figure.subplots()
     for dtype, run in by_dtype.items():
         for kind, style in (("pass", "-o"), ("matmuls", ":")):
@@ -376,12 +278,10 @@ def _plot(by_dtype: dict[str, Any], path: Path) -> None:
             axes.plot(counts, [run["ms"][f"{kind}{count}"] for count in counts], style, label=label)
     axes.set(xlabel="positions in a pass", ylabel="milliseconds", xscale="log", yscale="log")
     axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
+    parser = argument_parser(__doc__, smoke="few repeats, few sizes")
     parser.add_argument("--prompts", help="glob of prompt files for prompt lookup")
     parser.add_argument(
         "--peer-python",
@@ -389,7 +289,6 @@ def _parse_arguments() -> argparse.Namespace:
         help="interpreter in which PyTorch and specjax are installed, if not in this one",
     )
     parser.add_argument("--peer", type=int, help=argparse.SUPPRESS)  # its own runs of it
-    parser.add_argument("--smoke", action="store_true", help="few repeats, few sizes")
     return parser.parse_args()
 
 

@@ -9,19 +9,18 @@ lengths. Prints a table, writes JSON, and exits with 1 if any output differs.
 
 import argparse
 import dataclasses
-import shlex
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
+from common import argument_parser, provenance
 
 import specjax
 from specjax.api import encode_prompts
 from specjax.data.prompts import find_prompt_files, read_prompts
 from specjax.evaluation.comparison import differences
 from specjax.evaluation.metrics import mean_accepted_length
-from specjax.evaluation.report import environment, format_table
+from specjax.evaluation.report import format_table
 from specjax.evaluation.runner import Settings, decode_all, room
 from specjax.files import write_json
 from specjax.tasks.common import ProgressBar, enable_compilation_cache
@@ -50,8 +49,7 @@ def main() -> int:
     write_json(
         arguments.out,
         {
-            "command": shlex.join(sys.argv),
-            "environment": environment(),
+            **provenance(),
             "target": target.name,
             "dtype": target.dtype,
             "max_new_tokens": max_new_tokens,
@@ -65,10 +63,8 @@ def main() -> int:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argument_parser(__doc__, smoke="2 prompts a file, 16 tokens each")
     parser.add_argument("--prompts", required=True, help="glob of JSON-lines files of prompts")
-    parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
-    parser.add_argument("--smoke", action="store_true", help="2 prompts a file, 16 tokens each")
     return parser.parse_args()
 
 

@@ -3,14 +3,17 @@
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax
 from specjax.api import encode_prompts
 from specjax.checkpoints import load_drafter, load_target
 from specjax.data.prompts import builtin_prompt
 from specjax.evaluation.comparison import compare
+from specjax.evaluation.metrics import mean_accepted_length
 from specjax.evaluation.runner import Settings
 from specjax.models.target import Target
 
@@ -100,3 +103,16 @@ def test_bfloat16_output_is_greedy_but_for_ties(target: Target) -> None:
     # Most positions are no tie at all: the tolerance is not what makes the test pass.
     assert check["positions"] <= 5, check
     assert comparison.speculative.stats.accepted_BG.sum() > 0
+
+
+@pytest.mark.parametrize("source", ["smollm2-135m-dspark", "prompt_lookup+smollm2-135m-dspark"])
+def test_shipped_drafter_is_lossless_and_pays(target: Target, source: str) -> None:
+    """Greedy output is the target's own, in a good part of the passes that it would take."""
+    prompts = [builtin_prompt(name) for name in ("mathematics", "code")]
+    drafter = load_drafter(source, target)
+    with jax.default_matmul_precision("highest"):
+        plain, drafted = (
+            specjax.generate(target, part, prompts, max_new_tokens=48) for part in (None, drafter)
+        )
+    assert drafted.tokens == plain.tokens
+    assert mean_accepted_length(drafted.stats) > 1.6

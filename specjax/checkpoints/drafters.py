@@ -83,7 +83,7 @@ def _load(source: str | os.PathLike[str] | Target, target: Target) -> Drafter:
         if not argument.isdecimal():
             raise ValueError(f"{name!r} needs a number of layers, as in 'early_exit:8'")
         return Drafter(*early_exit(target, int(argument)), name)
-    if (_SHIPPED / name / "config.json").is_file():
+    if name in shipped_drafters():
         return Drafter(*open_dspark(_SHIPPED / name, target), name)
     if not os.path.exists(name) and not HUB_ID.fullmatch(name):
         raise ValueError(

@@ -300,22 +300,23 @@ def sample(keys: Key[Array, "*rows"], logits: Float[Array, "*rows V"]) -> Int[Ar
     uniform_2 = uniform(keys, (2,))
     weights = _pieces(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), fill=0.0)
     piece = _invert(jnp.sum(weights, axis=-1), uniform_2[..., 0])
-    return piece * _PIECE + _invert(_at(weights, piece), uniform_2[..., 1])
+    return piece * weights.shape[-1] + _invert(_at(weights, piece), uniform_2[..., 1])
 
 
 def largest(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """The first index of the largest value, as `jnp.argmax`, which is slow over long rows."""
     pieces = _pieces(values, fill=-jnp.inf)
     piece = jnp.argmax(jnp.max(pieces, axis=-1), axis=-1).astype(jnp.int32)
-    return piece * _PIECE + jnp.argmax(_at(pieces, piece), axis=-1).astype(jnp.int32)
+    return piece * pieces.shape[-1] + jnp.argmax(_at(pieces, piece), axis=-1).astype(jnp.int32)
 
 
 def _pieces(values: Float[Array, "*rows V"], fill: float) -> Float[Array, "*rows C I"]:
-    missing = -values.shape[-1] % _PIECE
+    size = min(_PIECE, values.shape[-1])
+    missing = -values.shape[-1] % size
     if missing:
         padding = [(0, 0)] * (values.ndim - 1) + [(0, missing)]
         values = jnp.pad(values, padding, constant_values=fill)
-    return values.reshape(*values.shape[:-1], -1, _PIECE)
+    return values.reshape(*values.shape[:-1], -1, size)
 
 
 def _at(pieces: Float[Array, "*rows C I"], index: Int[Array, "*rows"]) -> Float[Array, "*rows I"]:

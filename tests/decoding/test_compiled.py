@@ -16,7 +16,16 @@ from tests.toys import tiny_target
 @pytest.mark.parametrize(
     "acceptance", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("kind", ["none", "prompt_lookup", "early_exit:1", "dspark", "composed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "none",
+        "prompt_lookup",
+        "early_exit:1",
+        "dspark",
+        pytest.param("composed", marks=pytest.mark.slow),
+    ],
+)
 def test_no_cache_is_copied_in_the_loop(kind, acceptance):
     target = tiny_target(max_len=4096)
     model, params, draft_len = NoDrafter(), (), 0

@@ -20,8 +20,8 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant in ("write", "data"):
         config = cache.get_config()
         config.taps = (1, 10, 19, 28)
-        config.tokens = 10**7  # all texts there are
         if variant == "data":
+            config.tokens = 10**7  # all texts there are
             config.texts = "experiments/smollm2_dspark/texts.npz"
             return config
         config.tokens = 800_000

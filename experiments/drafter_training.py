@@ -131,7 +131,7 @@ def train(
 ) -> dict[str, Any]:
     """One run: its learning curve on the held-out sequences, and its speed."""
     options = DRAFTER | drafter
-    vocabulary = frequent_tokens(cache.texts(), options.pop("draft_vocab"), 49152)
+    vocabulary = frequent_tokens(cache.texts, options.pop("draft_vocab"), 49152)
     model, params = init_dspark(
         target, jax.random.key(0), draft_vocab=vocabulary, dtype="float32", **options
     )

@@ -12,6 +12,7 @@ hidden states of the tapped layers (bfloat16 [T, M * D]) and the last hidden sta
 the final norm (bfloat16 [T, D]).
 """
 
+import functools
 import hashlib
 import json
 import shutil
@@ -298,6 +299,7 @@ class TargetCache:
                 )
         return records
 
+    @functools.cached_property
     def texts(self) -> list[TokenSequence]:
         """The sequences without their hidden states."""
         return [TokenSequence(sample.tokens_T, sample.loss_mask_T) for sample in self]

@@ -70,7 +70,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         batches = _write(target, taps, writing, config, writer.cursor)
     _fill(writer, batches, config.tokens)
     cache = TargetCache(folder, check=False)
-    save_texts(workdir / "texts.npz", cache.texts())
+    save_texts(workdir / "texts.npz", cache.texts)
     report = {
         "task": config.task,
         "config": made_with["config"],

@@ -48,7 +48,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     cache = TargetCache(Path(config.cache)) if config.cache else None
     if cache is not None:
         target, mask_token_id = load_head(cache.directory)
-        texts, taps = cache.texts(), cache.taps
+        texts, taps = cache.texts, cache.taps
     else:
         target, mask_token_id = specjax.load_target(config.target, dtype=config.dtype), None
         texts, taps = _given(config, target), None

@@ -98,7 +98,7 @@ class CachedStates:
         self._cache = cache
         self._columns = [cache.taps.index(tap) for tap in taps]
         self._starts = np.concatenate([[0], np.cumsum(cache.lengths)])
-        self.texts: Sequence[TokenSequence] = cache.texts()
+        self.texts: Sequence[TokenSequence] = cache.texts
         self.identity = {
             "samples": len(cache),
             "tokens": int(cache.lengths.sum()),

@@ -28,7 +28,6 @@ from specjax.data.target_cache import TargetCache
 from specjax.drafters.dspark_init import init_dspark, language_model_head
 from specjax.evaluation.report import format_table
 from specjax.files import write_json
-from specjax.models.layers import matmul
 from specjax.tasks.common import enable_compilation_cache
 from specjax.tasks.train import frequent_tokens
 from specjax.training.features import CachedStates
@@ -139,8 +138,8 @@ def train(
         steps=steps,
         **TRAINING | training | {"held_out": held_out, "compute_dtype": target.dtype},
     )
-    head_VD = language_model_head(target)
-    trainer = Trainer(model, params, head_VD, CachedStates(cache, head_VD, model.taps), settings)
+    head = language_model_head(target)
+    trainer = Trainer(model, params, head, CachedStates(cache, head, model.taps), settings)
     every = max(steps // 5, 1)
     with tempfile.TemporaryDirectory() as folder:
         trainer.run(Path(folder), eval_every=every, save_every=steps + 1, log_every=10)
@@ -166,8 +165,8 @@ def train(
 
 def greedy_sequences(target: specjax.Target, cache: TargetCache, count: int) -> float:
     """The part of the last sequences whose answers are the target's arg-max throughout."""
-    head_VD = language_model_head(target)
-    best = jax.jit(lambda hidden_TD: matmul(hidden_TD, head_VD).argmax(axis=-1))
+    head = language_model_head(target)
+    best = jax.jit(lambda hidden_TD: head.logits(hidden_TD).argmax(axis=-1))
     greedy = []
     for i in range(len(cache) - min(count, len(cache)), len(cache)):
         sample = cache[i]

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from specjax.checkpoints.errors import CheckpointError
-from specjax.models.config import RopeConfig, TransformerConfig
+from specjax.models.config import RopeConfig, SlidingConfig, TransformerConfig
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # kinds of layer_types
+_MAX_LAYERS = 10_000  # what no model has; the number of tensors is checked later
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +26,13 @@ class Weight:
       gguf: name of the tensor in a GGUF file.
       gguf_interleaved_heads: the field of `TransformerConfig` that counts the heads,
         if GGUF orders each head's rows in neighbouring rotary pairs (0, H/2, 1, ...).
+      huggingface_offset: added to what a Hugging Face checkpoint stores.
     """
 
     huggingface: str
     gguf: str
     gguf_interleaved_heads: Literal["num_heads", "num_kv_heads"] | None = None
+    huggingface_offset: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,8 @@ def _refuse(config: Mapping[str, Any], implemented: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{key}={value!r} is not supported: only {only!r} is")
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
+def _rope(config: Mapping[str, Any], theta: float = 10_000.0) -> RopeConfig:
+    """The rotary embedding of a model that has one; `theta` is its family's default base."""
     # transformers 5 writes everything into rope_parameters; before that the base stood
     # at the top level and rope_scaling ("type" before "rope_type") held the rest.
     given = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
@@ -125,10 +131,15 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
     kind = kinds[0] if kinds else "default"
     base = rope if rope.get("rope_theta") is not None else config
-    theta = get_number(base, "rope_theta", 10_000.0)
+    theta = get_number(base, "rope_theta", theta)
+    if kind == "proportional":
+        rotated = get_number(rope, "partial_rotary_factor", 1.0)
+        return RopeConfig(kind, theta, get_number(rope, "factor", 1.0), rotated=rotated)
     _refuse(rope, {"partial_rotary_factor": 1.0})
     if kind == "default":
         return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind, theta, get_number(rope, "factor"))
     if kind == "llama3":
         return RopeConfig(
             kind="llama3",
@@ -138,15 +149,30 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
             high_freq_factor=get_number(rope, "high_freq_factor"),
             original_max_len=get_size(rope, "original_max_position_embeddings"),
         )
-    raise CheckpointError(f"rope type {kind!r} is not supported: known are default, llama3")
+    raise CheckpointError(
+        f"rope type {kind!r} is not supported: known are default, linear, llama3, proportional"
+    )
+
+
+def _rope_of(config: Mapping[str, Any], kind: str, theta: float) -> RopeConfig:
+    """That of one kind of layers, of a model whose kinds have their own (transformers 5)."""
+    ropes = config.get("rope_parameters")
+    if isinstance(ropes, Mapping) and kind in ropes:
+        return _rope({"rope_parameters": ropes[kind]}, theta)
+    if kind == _FULL:
+        return _rope(config, theta)
+    return RopeConfig(theta=get_number(config, "rope_local_base_freq", theta))
 
 
 def raw_rope(rope: RopeConfig) -> dict[str, Any]:
     """The `rope_parameters` of config.json that stand for a rotary embedding."""
     raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        raw["factor"] = rope.factor
+    if rope.kind == "proportional":
+        raw["partial_rotary_factor"] = rope.rotated
     if rope.kind == "llama3":
         raw |= {
-            "factor": rope.factor,
             "low_freq_factor": rope.low_freq_factor,
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_len,
@@ -154,21 +180,39 @@ def raw_rope(rope: RopeConfig) -> dict[str, Any]:
     return raw
 
 
-def _transformer_config(config: Mapping[str, Any], **particular: Any) -> TransformerConfig:
-    """What the families have in common; `particular` are fields of the family's own.
+def _layers_of(config: Mapping[str, Any], sliding: Callable[[int], bool]) -> tuple[int, ...]:
+    """Indices of the sliding-window layers; `sliding` decides where the file does not say."""
+    count, kinds = get_size(config, "num_hidden_layers"), config.get("layer_types")
+    if kinds is None:
+        return tuple(i for i in range(min(count, _MAX_LAYERS)) if sliding(i))
+    if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {_FULL, _SLIDING}:
+        raise CheckpointError(
+            f"layer_types must name {count} layers as {_FULL} or {_SLIDING}, got {kinds!r}"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == _SLIDING)
+
+
+def _transformer_config(
+    config: Mapping[str, Any],
+    *,
+    sliding_layers: tuple[int, ...] = (),
+    sliding: Mapping[str, Any] | None = None,
+    **particular: Any,
+) -> TransformerConfig:
+    """What the families have in common.
+
+    Args:
+      config: with the family's defaults filled in.
+      sliding_layers: those that have the window `config["sliding_window"]`.
+      sliding: fields of `SlidingConfig` that are not those of the other layers.
+      particular: fields of the family's own.
 
     Raises:
       CheckpointError: options that we do not implement, or missing or wrong values.
     """
-    _refuse(
-        config,
-        {
-            "attention_bias": False,
-            "mlp_bias": False,
-            "hidden_act": "silu",
-            "partial_rotary_factor": 1.0,
-        },
-    )
+    _refuse(config, {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0})
+    if "activation" not in particular:
+        _refuse(config, {"hidden_act": "silu"})
     if config.get("quantization_config"):
         raise CheckpointError(
             "quantization_config: quantised Hugging Face checkpoints are not supported; "
@@ -179,20 +223,29 @@ def _transformer_config(config: Mapping[str, Any], **particular: Any) -> Transfo
         raise CheckpointError(f"tie_word_embeddings must be true or false, got {tied!r}")
     width = get_size(config, "hidden_size")
     num_heads = get_size(config, "num_attention_heads")
+    num_kv_heads = get_size(config, "num_key_value_heads", num_heads)
     try:
+        fields = {
+            "num_kv_heads": num_kv_heads,
+            "head_dim": get_size(config, "head_dim", width // max(num_heads, 1)),
+            "rope": particular.pop("rope") if "rope" in particular else _rope(config),
+        }
+        slides = None
+        if sliding_layers:
+            window = get_size(config, "sliding_window")
+            own = {**fields, **(sliding or {})}
+            slides = SlidingConfig(layers=sliding_layers, window=window, **own)
         return TransformerConfig(
             vocab_size=get_size(config, "vocab_size"),
             width=width,
             mlp_width=get_size(config, "intermediate_size"),
             num_layers=get_size(config, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=get_size(config, "num_key_value_heads", num_heads),
-            head_dim=get_size(config, "head_dim", width // max(num_heads, 1)),
             norm_eps=get_number(config, "rms_norm_eps", 1e-6),
             max_len=get_size(config, "max_position_embeddings", 2048),
-            rope=_rope(config),
             tied_head=bool(tied),
-            **particular,
+            sliding=slides,
+            **{**fields, **particular},
         )
     except CheckpointError:
         raise
@@ -205,10 +258,156 @@ def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
     return _transformer_config(config, architecture="llama")
 
 
+def _mistral_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """Mistral: Llama, in the first version with a sliding window in every layer."""
+    config = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
+    slides = config["sliding_window"] is not None
+    layers = _layers_of(config, lambda i: slides) if slides else ()
+    return _transformer_config(config, architecture="mistral", sliding_layers=layers)
+
+
+def _qwen_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The sliding-window layers of Qwen2 and 3, few of whose checkpoints have any."""
+    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
+        return ()
+    first = get_size(config, "max_window_layers", 28)
+    return _layers_of(config, lambda i: i >= first)
+
+
+def _qwen2_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """Qwen2 and 2.5: Llama with biases on queries, keys and values."""
+    layers = _qwen_windows(config)
+    return _transformer_config(config, architecture="qwen2", sliding_layers=layers, qkv_bias=True)
+
+
 def _qwen3_config(config: Mapping[str, Any]) -> TransformerConfig:
     """Qwen3, dense: Llama with normalised queries and keys."""
-    _refuse(config, {"use_sliding_window": False})
-    return _transformer_config({"head_dim": 128, **config}, architecture="qwen3", qk_norm=True)
+    layers = _qwen_windows(config)
+    return _transformer_config(
+        {"head_dim": 128, **config}, architecture="qwen3", sliding_layers=layers, qk_norm=True
+    )
+
+
+def _gemma_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2, 3 and 4 have in common."""
+    activation = config.get("hidden_activation") or config.get("hidden_act")
+    if activation not in (None, "gelu_pytorch_tanh"):
+        raise CheckpointError(
+            f"hidden_activation={activation!r} is not supported: only 'gelu_pytorch_tanh' is"
+        )
+    return {
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "embed_scale": math.sqrt(get_size(config, "hidden_size")),
+        "logit_cap": _optional_number(config, "final_logit_softcapping"),
+    }
+
+
+def _optional_number(config: Mapping[str, Any], key: str) -> float | None:
+    return None if config.get(key) is None else get_number(config, key)
+
+
+def _attention_scale(config: Mapping[str, Any]) -> float:
+    scalar = get_number(config, "query_pre_attn_scalar", 256)
+    if scalar <= 0:
+        raise CheckpointError(f"query_pre_attn_scalar must be above 0, got {scalar}")
+    return scalar**-0.5
+
+
+def _gemma2_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """Gemma 2 (arXiv 2408.00118): soft caps, norms on both sides, a window in every other layer."""
+    config = {
+        "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096,
+        "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+        "tie_word_embeddings": True, **config,
+    }  # fmt: skip
+    return _transformer_config(
+        config,
+        architecture="gemma2",
+        sliding_layers=_layers_of(config, lambda i: i % 2 == 0),
+        attention_scale=_attention_scale(config),
+        attention_cap=_optional_number(config, "attn_logit_softcapping"),
+        **_gemma_options(config),
+    )
+
+
+def _gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """Gemma 3, text (arXiv 2503.19786): Gemma 2 with normalised queries and keys for caps."""
+    # What the files of the larger models leave out.
+    config = {
+        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "max_position_embeddings": 131_072, "sliding_window": 4096,
+        "tie_word_embeddings": True, **config,
+    }  # fmt: skip
+    if config.get("use_bidirectional_attention"):
+        raise CheckpointError("use_bidirectional_attention is not supported: decoding is causal")
+    keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    pattern = next((get_size(config, key) for key in keys if config.get(key) is not None), 6)
+    if not pattern:
+        raise CheckpointError("sliding_window_pattern must be at least 1")
+    return _transformer_config(
+        config,
+        architecture="gemma3",
+        rope=_rope_of(config, _FULL, 1e6),
+        sliding_layers=_layers_of(config, lambda i: (i + 1) % pattern != 0),
+        sliding={"rope": _rope_of(config, _SLIDING, 1e4)},
+        qk_norm=True,
+        attention_scale=_attention_scale(config),
+        attention_cap=_optional_number(config, "attn_logit_softcapping"),
+        **_gemma_options(config),
+    )
+
+
+def _gemma4_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """Gemma 4, text, of the dense models without per-layer embeddings."""
+    _refuse(
+        config,
+        {
+            "enable_moe_block": False,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "use_bidirectional_attention": False,
+        },
+    )
+    # Where the key is missing, transformers' class of this name takes 256.
+    missing = 256 if config.get("model_type") == "gemma4_text" else 0
+    per_layer = get_size(config, "hidden_size_per_layer_input", missing)
+    if per_layer:
+        raise CheckpointError(
+            f"hidden_size_per_layer_input={per_layer}: per-layer embeddings are not supported"
+        )
+    config = {"tie_word_embeddings": True, **config}
+    last = get_size(config, "num_hidden_layers") - 1
+    layers = _layers_of(config, lambda i: (i + 1) % 6 != 0 and i != last)
+    if last in layers:
+        raise CheckpointError("the last layer of layer_types must be full_attention")
+    rope = _rope_of(config, _FULL, 1e6)
+    if rope.kind != "proportional":
+        raise CheckpointError(
+            f"rope type {rope.kind!r} of full_attention is not supported: only 'proportional' is"
+        )
+    sizes = {"num_kv_heads": get_size(config, "num_key_value_heads")}
+    sizes["head_dim"] = get_size(config, "head_dim")
+    from_keys = config.get("attention_k_eq_v", False)
+    if not isinstance(from_keys, bool):
+        raise CheckpointError(f"attention_k_eq_v must be true or false, got {from_keys!r}")
+    if from_keys:
+        heads = get_size(config, "num_global_key_value_heads", sizes["num_kv_heads"])
+        config["num_key_value_heads"] = heads
+    config["head_dim"] = get_size(config, "global_head_dim")
+    return _transformer_config(
+        config,
+        architecture="gemma4_text",
+        rope=rope,
+        sliding_layers=layers,
+        sliding={"rope": _rope_of(config, _SLIDING, 1e4), **sizes},
+        qk_norm=True,
+        value_norm=True,
+        values_from_keys=from_keys,
+        attention_scale=1.0,
+        layer_scalar=True,
+        **_gemma_options(config),
+    )
 
 
 _LLAMA = Architecture(
@@ -249,23 +448,64 @@ _LLAMA = Architecture(
     ignored=re.compile(r"(.*\.rotary_emb\.inv_freq|rope_freqs\.weight)"),
 )
 
-_QWEN3 = Architecture(
-    config=_qwen3_config,
-    weights={
-        # GGUF keeps the rotary order of Hugging Face for this family.
-        **{
-            path: dataclasses.replace(weight, gguf_interleaved_heads=None)
-            for path, weight in _LLAMA.weights.items()
-        },
-        "layer_{i}/attention/q_norm/scale": Weight(
-            "model.layers.{i}.self_attn.q_norm.weight", "blk.{i}.attn_q_norm.weight"
-        ),
-        "layer_{i}/attention/k_norm/scale": Weight(
-            "model.layers.{i}.self_attn.k_norm.weight", "blk.{i}.attn_k_norm.weight"
-        ),
-    },
-    ignored=_LLAMA.ignored,
+# Other families' GGUF files keep the rotary order of Hugging Face.
+_UNORDERED = {
+    path: dataclasses.replace(weight, gguf_interleaved_heads=None)
+    for path, weight in _LLAMA.weights.items()
+}
+_BIASES = {
+    f"layer_{{i}}/attention/{x}_proj/bias": Weight(
+        f"model.layers.{{i}}.self_attn.{x}_proj.bias", f"blk.{{i}}.attn_{x}.bias"
+    )
+    for x in "qkv"
+}
+_QK_NORMS = {
+    f"layer_{{i}}/attention/{x}_norm/scale": Weight(
+        f"model.layers.{{i}}.self_attn.{x}_norm.weight", f"blk.{{i}}.attn_{x}_norm.weight"
+    )
+    for x in "qk"
+}
+_SANDWICH_NORMS = {
+    "layer_{i}/attention_out_norm/scale": Weight(
+        "model.layers.{i}.post_attention_layernorm.weight", "blk.{i}.post_attention_norm.weight"
+    ),
+    "layer_{i}/mlp_norm/scale": Weight(
+        "model.layers.{i}.pre_feedforward_layernorm.weight", "blk.{i}.ffn_norm.weight"
+    ),
+    "layer_{i}/mlp_out_norm/scale": Weight(
+        "model.layers.{i}.post_feedforward_layernorm.weight", "blk.{i}.post_ffw_norm.weight"
+    ),
+}
+_SCALAR = {
+    "layer_{i}/scalar": Weight("model.layers.{i}.layer_scalar", "blk.{i}.layer_output_scale.weight")
+}
+
+
+def _one_more(weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """With norms of which Hugging Face stores what they are more than 1."""
+    return {
+        path: dataclasses.replace(weight, huggingface_offset=1.0) if "norm" in path else weight
+        for path, weight in weights.items()
+    }
+
+
+_GEMMA2_WEIGHTS = _one_more(_UNORDERED | _SANDWICH_NORMS)
+_GEMMA3 = Architecture(
+    _gemma3_config, _one_more(_UNORDERED | _SANDWICH_NORMS | _QK_NORMS), _LLAMA.ignored
+)
+_GEMMA4 = Architecture(
+    _gemma4_config, _UNORDERED | _SANDWICH_NORMS | _QK_NORMS | _SCALAR, _LLAMA.ignored
 )
 
 # By model_type of config.json, which is also general.architecture of GGUF.
-ARCHITECTURES: Mapping[str, Architecture] = {"llama": _LLAMA, "qwen3": _QWEN3}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": _LLAMA,
+    "mistral": Architecture(_mistral_config, _LLAMA.weights, _LLAMA.ignored),
+    "qwen2": Architecture(_qwen2_config, _UNORDERED | _BIASES, _LLAMA.ignored),
+    "qwen3": Architecture(_qwen3_config, _UNORDERED | _QK_NORMS, _LLAMA.ignored),
+    "gemma2": Architecture(_gemma2_config, _GEMMA2_WEIGHTS, _LLAMA.ignored),
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+}

@@ -18,6 +18,8 @@ from specjax.models.transformer import TransformerTarget
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CHECKED = 2**20  # values that are looked at together
+
 
 class StoredTensor(NamedTuple):
     """A tensor that stays on disk until it is read."""
@@ -64,10 +66,14 @@ def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -
     names = {path: getattr(weight, checkpoint.format) for path, weight in weights.items()}
     # A tied head may be stored although it is the embedding.
     ignored = checkpoint.architecture.ignored
-    harmless = {*names.values(), *filter(ignored.fullmatch, checkpoint.tensors)}
+    harmless = {names["lm_head/weight"], *filter(ignored.fullmatch, checkpoint.tensors)}
 
     def convert(path: str, array: np.ndarray) -> np.ndarray:
-        return _half_split(array, weights[path], config) if checkpoint.format == "gguf" else array
+        weight = weights[path]
+        if checkpoint.format == "gguf":
+            return _half_split(array, weight, config)
+        offset = weight.huggingface_offset
+        return array.astype(np.float32) + offset if offset else array
 
     return read_params(checkpoint.tensors, shapes, names, dtype, harmless, convert)
 
@@ -98,7 +104,7 @@ def read_params(
       names: tensor of each parameter path ("layer_0/mlp/up_proj/weight").
       dtype: of the matrices; vectors become float32, integers stay.
       harmless: further tensors that may be there.
-      convert: applied to each parameter's path and array in float32.
+      convert: applied to each parameter's path and array.
 
     Raises:
       CheckpointError: as `load_params`.
@@ -113,8 +119,13 @@ def read_params(
             if not np.issubdtype(array.dtype, np.integer):
                 raise CheckpointError(f"tensor {names[path]} holds {array.dtype}, not integers")
             return jnp.array(array, leaf.dtype)
-        array = convert(path, _finite(array, names[path]))
-        return jnp.array(array, dtype if array.ndim == 2 else "float32")
+        _check_finite(array, names[path])
+        # One copy at a time beside the stored array: large tensors are a large part of memory.
+        array = convert(path, array)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        array = array.astype(dtype if array.ndim == 2 else np.float32, copy=False)
+        return jnp.array(array)
 
     arrays = {path: read(path, leaf) for path, leaf in flat.items()}
     return flax.traverse_util.unflatten_dict(arrays, sep="/")
@@ -146,19 +157,17 @@ def _check_tensors(
         raise CheckpointError(f"wrong shapes: {name_some(wrong)}; check the configuration's sizes")
 
 
-def _finite(array: np.ndarray, name: str) -> np.ndarray:
-    """The array in float32."""
+def _check_finite(array: np.ndarray, name: str) -> None:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise CheckpointError(f"tensor {name} holds {array.dtype} where numbers are expected")
+    parts = np.array_split(array.reshape(-1), -(-array.size // _CHECKED) or 1)
     with np.errstate(invalid="ignore", over="ignore"):
-        array = np.asarray(array, np.float32)
-        total = np.sum(array, dtype=np.float64)  # which finite float32 values cannot exceed
-    if not np.isfinite(total):
+        finite = all(np.all(np.isfinite(np.asarray(part, np.float32))) for part in parts)
+    if not finite:
         raise CheckpointError(
             f"tensor {name} holds NaN or infinite values: the file is damaged, or was saved from "
             f"a run that had diverged; download or export it again"
         )
-    return array
 
 
 def _half_split(array: np.ndarray, weight: Weight, config: TransformerConfig) -> np.ndarray:

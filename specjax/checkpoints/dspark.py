@@ -25,7 +25,7 @@ from specjax.drafters.dspark import DSpark, DSparkConfig
 from specjax.drafters.dspark_init import TARGETS_OWN, attach_target, check_fits
 from specjax.models.target import Target
 
-_DEEPSPEC, _OWN = "Qwen3DSparkModel", "SpecjaxDSparkModel"
+_DEEPSPEC, _OWN = ("Qwen3DSparkModel", "Gemma4DSparkModel"), "SpecjaxDSparkModel"
 
 _NAMES = {
     "embed/weight": "embed_tokens.weight",
@@ -142,10 +142,10 @@ def _check_draft_ids(ids: np.ndarray, vocab_size: int) -> None:
 def _kind(raw: Mapping[str, Any]) -> str:
     kinds = raw.get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else None
-    if kind not in (_DEEPSPEC, _OWN):
+    if kind not in (*_DEEPSPEC, _OWN):
         raise CheckpointError(
             f"architectures names {kind!r}, which is not a drafter that can be loaded: known are "
-            f"{_DEEPSPEC} (DSpark and DFlash of DeepSpec) and {_OWN}"
+            f"{', '.join(_DEEPSPEC)} (DSpark and DFlash of DeepSpec) and {_OWN}"
         )
     return kind
 
@@ -220,7 +220,8 @@ def _get_optional_size(raw: Mapping[str, Any], key: str) -> int | None:
 
 def tensor_names(config: DSparkConfig) -> dict[str, str]:
     """Tensor by parameter path; a draft layer's are called as in the target's format."""
-    weights = get_architecture({"model_type": "qwen3"}).layer_weights(config.backbone.num_layers)
+    architecture = get_architecture({"model_type": config.backbone.architecture})
+    weights = architecture.layer_weights(config.backbone.num_layers)
     layers = {
         path: weight.huggingface.removeprefix("model.")
         for path, weight in weights.items()

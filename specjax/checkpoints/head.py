@@ -16,7 +16,7 @@ from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.huggingface import open_safetensors, read_json
 from specjax.drafters.dspark_init import unused_token
 from specjax.files import replacing, write_json
-from specjax.models.config import RopeConfig, TransformerConfig
+from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
 
@@ -68,10 +68,7 @@ def load_head(directory: Path) -> tuple[Target, int]:
         )
     about = read_json(directory / _CONFIG)
     try:
-        config = dict(about["config"])
-        model = TransformerTarget(
-            TransformerConfig(**{**config, "rope": RopeConfig(**config["rope"])})
-        )
+        model = TransformerTarget(TransformerConfig.from_plain(about["config"]))
         stored = open_safetensors(directory / _WEIGHTS)
         arrays = {name: jnp.asarray(tensor.read()) for name, tensor in stored.items()}
         params = {name: {"weight": array} for name, array in arrays.items()}

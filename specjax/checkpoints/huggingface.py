@@ -1,6 +1,7 @@
 """Hugging Face directories: config.json, safetensors weights and tokeniser files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_LANGUAGE_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _DRAFTERS = ("DSparkModel", "Eagle3Model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -35,14 +41,30 @@ def open_huggingface(directory: Path) -> Checkpoint:
     config = read_json(directory / "config.json")
     if any(str(kind).endswith(_DRAFTERS) for kind in config.get("architectures") or ()):
         raise CheckpointError(f"{directory} holds a drafter: load it with load_drafter")
+    tensors = open_weights(directory)
+    if isinstance(config.get("text_config"), dict):
+        # A model of images and sound too, of which the language model is used.
+        text, ends = config["text_config"], config.get("eos_token_id")
+        config = {**config, **text, "eos_token_id": text.get("eos_token_id") or ends}
+        tensors = _language_tensors(tensors)
     return Checkpoint(
         format="huggingface",
         architecture=get_architecture(config),
         config=config,
-        tensors=open_weights(directory),
+        tensors=tensors,
         tokenizer=_load_tokenizer(directory),
         stop_ids=_stop_ids(directory, config),
     )
+
+
+def _language_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those of a nested language model, under the names that it has alone."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for prefix, alone in _LANGUAGE_PREFIXES.items():
+            if name.startswith(prefix):
+                renamed[alone + name.removeprefix(prefix)] = tensor
+    return renamed or dict(tensors)
 
 
 def read_json(path: Path) -> dict[str, Any]:

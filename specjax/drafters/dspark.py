@@ -19,7 +19,15 @@ from specjax.decoding.sampling import draw_draft
 from specjax.decoding.types import DraftDist, Proposal, PyTree, SamplingState
 from specjax.drafters.heads import HEADS, ConfidenceHead, SequentialHead
 from specjax.models.config import TransformerConfig
-from specjax.models.layers import Block, Embedding, LayerCache, Linear, RMSNorm, write_cache
+from specjax.models.layers import (
+    Block,
+    Embedding,
+    LayerCache,
+    Linear,
+    RMSNorm,
+    soft_cap,
+    write_cache,
+)
 from specjax.models.transformer import TransformerTarget
 
 Context = tuple[LayerCache, ...]
@@ -122,7 +130,7 @@ class DSparkNet(nn.Module):
 
     def setup(self) -> None:
         c, backbone = self.config, self.config.backbone
-        self.embed = Embedding(backbone.vocab_size, backbone.width)
+        self.embed = Embedding(backbone.vocab_size, backbone.width, backbone.embed_scale)
         self.lm_head = Linear(c.head_size, ("vocab", "embed"))
         if c.draft_vocab_size is not None:
             self.draft_ids = self.param(
@@ -130,7 +138,9 @@ class DSparkNet(nn.Module):
             )
         self.fc = Linear(backbone.width, ("embed", "taps"))
         self.hidden_norm = RMSNorm(backbone.norm_eps)
-        self.layers = [Block(backbone, name=f"layer_{i}") for i in range(backbone.num_layers)]
+        self.layers = [
+            Block(backbone.layer(i), name=f"layer_{i}") for i in range(backbone.num_layers)
+        ]
         self.final_norm = RMSNorm(backbone.norm_eps)
         if c.markov_rank:
             self.markov = SequentialHead(
@@ -154,7 +164,7 @@ class DSparkNet(nn.Module):
             for layer in self.context(taps_BTMD, positions_BT)
         )
         hidden_BAGD = self.hidden(tokens_BAG, anchors_BA, context, live=None)
-        base_BAGV = logits_BAGV = self.lm_head(hidden_BAGD)
+        base_BAGV = logits_BAGV = self.base_logits(hidden_BAGD)
         confidence_BAG = e_BAGR = None
         if self.config.markov_rank:
             e_BAGR = self.markov.embed(previous_BAG)
@@ -195,7 +205,8 @@ class DSparkNet(nn.Module):
         return self.final_norm(x_BTD).reshape(batch, blocks, length, -1)
 
     def base_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        return self.lm_head(hidden)
+        """The backbone's own, under the target's soft cap; the sequential head adds to them."""
+        return soft_cap(self.lm_head(hidden), self.config.backbone.logit_cap)
 
     def correct(
         self,

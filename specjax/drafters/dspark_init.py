@@ -12,8 +12,9 @@ from jaxtyping import Array, Int
 
 from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark, DSparkConfig
+from specjax.models.config import RopeConfig, TransformerConfig
 from specjax.models.target import Target
-from specjax.models.transformer import TransformerTarget
+from specjax.models.transformer import Head, TransformerTarget
 
 # Parameters that are the target's: frozen in training, and left out of specjax's checkpoints.
 TARGETS_OWN = ("embed", "lm_head")
@@ -67,9 +68,7 @@ def init_dspark(
         raise ValueError(f"unknown options {unknown}: known are {sorted(known)}")
     ids = None if draft_vocab is None else check_draft_vocab(draft_vocab, model.vocab_size)
     config = DSparkConfig(
-        backbone=dataclasses.replace(
-            model.config, architecture="qwen3", num_layers=num_layers, qk_norm=True, tied_head=False
-        ),
+        backbone=_backbone(model.config, num_layers),
         taps=tuple(map(_plain_int, np.atleast_1d(taps))),
         block_size=_plain_int(block_size),
         mask_token_id=unused_token(target) if mask_token_id is None else _plain_int(mask_token_id),
@@ -96,6 +95,15 @@ def init_dspark(
     return drafter, attach_target(drafter, params, target)
 
 
+def _backbone(target: TransformerConfig, num_layers: int) -> TransformerConfig:
+    """Layers of Qwen3's kind, whatever the target's, of the sizes of its full-attention layers."""
+    sizes = ("vocab_size", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")
+    same = {name: getattr(target, name) for name in (*sizes, "norm_eps", "max_len", "rope")}
+    if target.rope.kind == "proportional":
+        same["rope"] = RopeConfig(theta=target.rope.theta)
+    return TransformerConfig(architecture="qwen3", num_layers=num_layers, qk_norm=True, **same)
+
+
 def _copy_layers(
     params: PyTree, target: Target, layers: tuple[int, ...], num_layers: int
 ) -> PyTree:
@@ -105,12 +113,21 @@ def _copy_layers(
         raise ValueError(
             f"layers_from must name {num_layers} layers of {target.name}, got {layers}"
         )
+    assert isinstance(target.model, TransformerTarget)  # init_dspark made sure
+    gelu = target.model.config.activation != "silu"
     params = dict(params)
     for i, source in enumerate(layers):
         layer = jax.tree.map(jnp.asarray, target.params[f"layer_{source}"])
-        # The draft layer may have norms that the target's has not.
-        attention = {**params[f"layer_{i}"]["attention"], **layer["attention"]}
-        params[f"layer_{i}"] = {**layer, "attention": attention}
+        drafts = params[f"layer_{i}"]
+        # The draft layer may have norms that the target's has not, but nothing else may differ.
+        attention = {**drafts["attention"], **layer["attention"]}
+        layer = {**layer, "attention": attention}
+        if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, drafts) or gelu:
+            raise ValueError(
+                f"layers_from: the layers of {target.name} are of another kind than a drafter's "
+                f"(those of Llama, Mistral and Qwen3 are alike): start with random ones"
+            )
+        params[f"layer_{i}"] = layer
     width, inputs = params["fc"]["weight"].shape
     last = jnp.eye(width, inputs, k=inputs - width, dtype=jnp.float32)
     params |= {"fc": {"weight": last}, "final_norm": target.params["final_norm"]}
@@ -141,14 +158,14 @@ def attach_target(model: DSpark, params: PyTree, target: Target) -> PyTree:
     Raises:
       ValueError: a target that is not ours.
     """
-    embed, head = target.params["embed"], language_model_head(target)
+    embed, head = target.params["embed"], language_model_head(target).weight_VD
     if model.config.draft_vocab_size is not None:
         head = head[params["draft_ids"]]
     return {**params, "embed": embed, "lm_head": {"weight": head}}
 
 
-def language_model_head(target: Target) -> Array:
-    """The target's [V, D].
+def language_model_head(target: Target) -> Head:
+    """The target's.
 
     Raises:
       ValueError: a target that is not ours, whose hidden states are not known.
@@ -158,7 +175,9 @@ def language_model_head(target: Target) -> Array:
             f"{target.name} gives no hidden states: drafters are trained for, and share the "
             f"embedding and head of, a target loaded by specjax"
         )
-    return target.params["embed" if target.model.config.tied_head else "lm_head"]["weight"]
+    config = target.model.config
+    weight_VD = target.params["embed" if config.tied_head else "lm_head"]["weight"]
+    return Head(weight_VD, config.logit_cap)
 
 
 def restrict(

@@ -6,7 +6,7 @@ shape, initialiser and logical axis names. Axis letters: docs/notation.md.
 """
 
 import math
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -105,6 +105,11 @@ class Linear(nn.Module):
         return out
 
 
+def root_mean_square_normed(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+    """`x` over the root of its mean square along the last axis."""
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
 
@@ -113,23 +118,29 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         scale_D = declare(self, "scale", nn.initializers.ones, (x.shape[-1],), ("norm",))
-        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        normed = x * lax.rsqrt(variance + self.eps)
+        normed = root_mean_square_normed(x, self.eps)
         return normed * scale_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Embedding(nn.Module):
-    """Token table; `attend` is the language-model head that shares its matrix."""
+    """Token table; `attend` is the language-model head that shares its matrix.
+
+    Its rows are multiplied by `scale`, in the precision of the weights; the head's are not.
+    """
 
     vocab_size: int
     width: int
+    scale: float = 1.0
 
     def setup(self) -> None:
         init, shape = nn.initializers.normal(0.02), (self.vocab_size, self.width)
         self.weight = declare(self, "weight", init, shape, ("vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        return self.weight[tokens].astype(jnp.float32)
+        rows = self.weight[tokens].astype(jnp.float32)
+        if self.scale == 1.0:
+            return rows
+        return rows * jnp.asarray(self.scale, self.weight.dtype).astype(jnp.float32)
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         return matmul(x, self.weight)
@@ -138,8 +149,9 @@ class Embedding(nn.Module):
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[Array, " half"]:
     """Radians per position of each of the `head_dim / 2` rotated pairs."""
     freqs = rope.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if rope.kind == "default":
-        return freqs
+    if rope.kind != "llama3":
+        pairs = jnp.arange(head_dim // 2, dtype=jnp.int32)
+        return jnp.where(pairs < int(rope.rotated * head_dim / 2), freqs / rope.factor, 0.0)
     turns = rope.original_max_len * freqs / (2 * math.pi)  # within the original context
     ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = jnp.clip(ramp, 0.0, 1.0)
@@ -178,14 +190,20 @@ def attend(
     k_positions_BS: Int[Array, "B S"] | Int[Array, "1 S"],
     live: Int[Array, ""] | None = None,
     own: OwnBlock | None = None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    window: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245), softmax in float32.
 
-    A query sees the keys at or before its position. Given `live`, the number of slots
-    that any query may see, only the blocks of slots below it are read, with a running
-    softmax (Milakov and Gimelshein, arXiv 1805.02867): the cost follows the live length,
-    not the cache's. Given `own`, the queries are A blocks of G positions, and each sees
-    all keys of its own block besides.
+    A query sees the keys at or before its position, of these the last `window` if it is
+    given. Given `live`, the number of slots that any query may see, only the blocks of slots
+    below it (and within reach of a window) are read, with a running softmax (Milakov and
+    Gimelshein, arXiv 1805.02867): the cost follows the live length, not the cache's. Given
+    `own`, the queries are A blocks of G positions, and each sees all keys of its own block
+    besides. Products of queries and keys are multiplied by `scale` (None is 1 / sqrt(H)) and
+    then held below the soft cap c as c tanh(x / c) (Gemma 2, arXiv 2408.00118).
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads, slots = k_BKSH.shape[1:3]
@@ -195,13 +213,17 @@ def attend(
         q_BTNH.reshape(batch, length, num_kv_heads, groups, head_dim)
         .transpose(0, 2, 3, 1, 4)
         .reshape(batch, num_kv_heads, groups * length, head_dim)
-    ) * head_dim**-0.5
+    ) * (head_dim**-0.5 if scale is None else scale)
     q_positions_BQ = jnp.tile(q_positions_BT, (1, groups))
     rows = q_BKQH.shape[:3]
 
     def scores(k_BKsH: Array, k_positions_Bs: Array) -> Array:
-        scores_BKQs = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKsH.astype(jnp.float32))
-        visible_BQs = k_positions_Bs[:, None, :] <= q_positions_BQ[:, :, None]
+        products_BKQs = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKsH.astype(jnp.float32))
+        scores_BKQs = soft_cap(products_BKQs, cap)
+        behind_BQs = q_positions_BQ[:, :, None] - k_positions_Bs[:, None, :]
+        visible_BQs = behind_BQs >= 0
+        if window is not None:
+            visible_BQs &= behind_BQs < window
         return jnp.where(visible_BQs[:, None], scores_BKQs, _MASKED)
 
     def weigh(weights_BKQs: Array, v_BKsH: Array) -> Array:
@@ -210,7 +232,7 @@ def attend(
     def own_scores(k_BKAGH: Array) -> Array:
         q_BKrAGH = q_BKQH.reshape(*rows[:2], groups, *k_BKAGH.shape[2:])
         scores_BKrAGg = jnp.einsum("BKrAGH,BKAgH->BKrAGg", q_BKrAGH, k_BKAGH)
-        return scores_BKrAGg.reshape(*rows, -1)
+        return soft_cap(scores_BKrAGg.reshape(*rows, -1), cap)
 
     def weigh_own(weights_BKQg: Array, v_BKAGH: Array) -> Array:
         weights_BKrAGg = weights_BKQg.reshape(*rows[:2], groups, *v_BKAGH.shape[2:4], -1)
@@ -259,7 +281,10 @@ def attend(
             total_BKQ1 = jnp.sum(weights_BKQg, axis=-1, keepdims=True)
             start = (largest_BKQ1, total_BKQ1, weigh_own(weights_BKQg, own.v_BKAGH))
         blocks = jnp.clip((live + BLOCK - 1) // BLOCK, 1, slots // BLOCK).astype(jnp.int32)
-        _, total_BKQ1, sum_BKQH = lax.fori_loop(0, blocks, add_block, start)
+        first = jnp.int32(0)
+        if window is not None:
+            first = jnp.clip((jnp.min(q_positions_BT) - window + 1) // BLOCK, 0, blocks - 1)
+        _, total_BKQ1, sum_BKQH = lax.fori_loop(first, blocks, add_block, start)
         out_BKQH = sum_BKQH / total_BKQ1
     return (
         out_BKQH.reshape(batch, num_kv_heads, groups, length, head_dim)
@@ -268,16 +293,22 @@ def attend(
     )
 
 
+def soft_cap(x: Float[Array, "*rows"], cap: float | None) -> Float[Array, "*rows"]:
+    """Holds values between -cap and cap, smoothly; None leaves them."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 class Attention(nn.Module):
     """Self-attention, causal over a cache or injected with another model's context."""
 
     config: TransformerConfig
 
     def setup(self) -> None:
-        c = self.config
-        self.q_proj = Linear(c.num_heads * c.head_dim, ("heads", "embed"))
-        self.k_proj = Linear(c.num_kv_heads * c.head_dim, ("kv_heads", "embed"))
-        self.v_proj = Linear(c.num_kv_heads * c.head_dim, ("kv_heads", "embed"))
+        c, bias = self.config, self.config.qkv_bias
+        self.q_proj = Linear(c.num_heads * c.head_dim, ("heads", "embed"), bias)
+        self.k_proj = Linear(c.num_kv_heads * c.head_dim, ("kv_heads", "embed"), bias)
+        if not c.values_from_keys:
+            self.v_proj = Linear(c.num_kv_heads * c.head_dim, ("kv_heads", "embed"), bias)
         self.o_proj = Linear(c.width, ("embed", "heads"))
         if c.qk_norm:
             self.q_norm = RMSNorm(c.norm_eps)
@@ -303,7 +334,7 @@ class Attention(nn.Module):
                 jnp.arange(k_BKSH.shape[2], dtype=jnp.int32)[None],
                 jnp.max(positions_BT) + 1,
             )
-        out_BTNH = attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, slots_BS, live)
+        out_BTNH = self._attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, slots_BS, live)
         return self._output(out_BTNH), cache
 
     def inject(
@@ -323,7 +354,7 @@ class Attention(nn.Module):
             return new_BTKH.reshape(batch, blocks, -1, *heads).transpose(0, 3, 1, 2, 4)
 
         k_BTKH, v_BTKH = self.keys_values(x_BTD, positions_BT)
-        out_BTNH = attend(
+        out_BTNH = self._attend(
             self._queries(x_BTD, positions_BT),
             *context,
             jnp.repeat(anchors_BA - 1, length // blocks, axis=1),
@@ -336,17 +367,24 @@ class Attention(nn.Module):
     def keys_values(
         self, x_BTD: Float[Array, "B T D"], positions_BT: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        c = self.config
         k_BTKH = self._heads(self.k_proj(x_BTD))
-        if self.config.qk_norm:
+        v_BTKH = k_BTKH if c.values_from_keys else self._heads(self.v_proj(x_BTD))
+        if c.value_norm:
+            v_BTKH = root_mean_square_normed(v_BTKH, c.norm_eps)
+        if c.qk_norm:
             k_BTKH = self.k_norm(k_BTKH)
-        k_BTKH = rotate(k_BTKH, positions_BT, self.config.rope)
-        return k_BTKH, self._heads(self.v_proj(x_BTD))
+        return rotate(k_BTKH, positions_BT, c.rope), v_BTKH
 
     def _queries(self, x_BTD: Array, positions_BT: Array) -> Array:
         q_BTNH = self._heads(self.q_proj(x_BTD))
         if self.config.qk_norm:
             q_BTNH = self.q_norm(q_BTNH)
         return rotate(q_BTNH, positions_BT, self.config.rope)
+
+    def _attend(self, *args: Any) -> Array:
+        c = self.config
+        return attend(*args, scale=c.attention_scale, cap=c.attention_cap, window=c.window)
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
@@ -356,7 +394,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+    """Gated MLP (Shazeer, arXiv 2002.05202): down(activation(gate(x)) * up(x))."""
 
     config: TransformerConfig
 
@@ -365,19 +403,26 @@ class MLP(nn.Module):
         gate = Linear(self.config.mlp_width, ("mlp", "embed"), name="gate_proj")(x_BTD)
         up = Linear(self.config.mlp_width, ("mlp", "embed"), name="up_proj")(x_BTD)
         down = Linear(self.config.width, ("embed", "mlp"), name="down_proj")
-        return down(nn.silu(gate) * up)
+        silu = self.config.activation == "silu"
+        return down((nn.silu(gate) if silu else nn.gelu(gate, approximate=True)) * up)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block, with norms after attention and MLP too where asked for."""
 
     config: TransformerConfig
 
     def setup(self) -> None:
-        self.attention_norm = RMSNorm(self.config.norm_eps)
-        self.attention = Attention(self.config)
-        self.mlp_norm = RMSNorm(self.config.norm_eps)
-        self.mlp = MLP(self.config)
+        c = self.config
+        self.attention_norm = RMSNorm(c.norm_eps)
+        self.attention = Attention(c)
+        self.mlp_norm = RMSNorm(c.norm_eps)
+        self.mlp = MLP(c)
+        if c.sandwich_norms:
+            self.attention_out_norm = RMSNorm(c.norm_eps)
+            self.mlp_out_norm = RMSNorm(c.norm_eps)
+        if c.layer_scalar:
+            self.scalar = declare(self, "scalar", nn.initializers.ones, (1,), ("scalar",))
 
     def __call__(
         self,
@@ -385,8 +430,8 @@ class Block(nn.Module):
         positions_BT: Int[Array, "B T"],
         cache: LayerCache | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        mixed, cache = self.attention(self.attention_norm(x_BTD), positions_BT, cache)
-        return self._add_mlp(x_BTD + mixed), cache
+        mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), positions_BT, cache)
+        return self._add(x_BTD, mixed_BTD), cache
 
     def inject(
         self,
@@ -397,9 +442,17 @@ class Block(nn.Module):
         live: Int[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
         """With attention over injected context; see `Attention.inject`."""
-        normed = self.attention_norm(x_BTD)
-        mixed = self.attention.inject(normed, positions_BT, context, anchors_BA, live)
-        return self._add_mlp(x_BTD + mixed)
+        normed_BTD = self.attention_norm(x_BTD)
+        mixed_BTD = self.attention.inject(normed_BTD, positions_BT, context, anchors_BA, live)
+        return self._add(x_BTD, mixed_BTD)
 
-    def _add_mlp(self, x_BTD: Array) -> Array:
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    def _add(self, x_BTD: Array, mixed_BTD: Array) -> Array:
+        """The block's output, given what attention says of its input."""
+        sandwich = self.config.sandwich_norms
+        x_BTD = x_BTD + (self.attention_out_norm(mixed_BTD) if sandwich else mixed_BTD)
+        out_BTD = self.mlp(self.mlp_norm(x_BTD))
+        x_BTD = x_BTD + (self.mlp_out_norm(out_BTD) if sandwich else out_BTD)
+        if not self.config.layer_scalar:
+            return x_BTD
+        # A buffer of the released models, which training leaves as it is.
+        return x_BTD * lax.stop_gradient(self.scalar).reshape(1, 1, 1)

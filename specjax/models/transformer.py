@@ -1,7 +1,7 @@
 """The target transformer: a Linen module, and the static model that decoding calls."""
 
 import dataclasses
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from specjax.decoding.types import TargetOutput
 from specjax.models.config import TransformerConfig
-from specjax.models.layers import Block, Embedding, LayerCache, Linear, RMSNorm
+from specjax.models.layers import (
+    Block,
+    Embedding,
+    LayerCache,
+    Linear,
+    RMSNorm,
+    matmul,
+    soft_cap,
+)
 
 Cache = tuple[LayerCache, ...]
 
@@ -31,13 +39,13 @@ class Transformer(nn.Module):
         logits: Literal["all", "last", "none"] = "all",
     ) -> TargetOutput:
         c = self.config
-        embed = Embedding(c.vocab_size, c.width, name="embed")
+        embed = Embedding(c.vocab_size, c.width, c.embed_scale, name="embed")
         x_BTD = embed(tokens_BT)
         tapped = {-1: x_BTD}
         layers = []
         for i in range(c.num_layers):
             layer = None if cache is None else cache[i]
-            x_BTD, layer = Block(c, name=f"layer_{i}")(x_BTD, positions_BT, layer)
+            x_BTD, layer = Block(c.layer(i), name=f"layer_{i}")(x_BTD, positions_BT, layer)
             tapped[i] = x_BTD
             layers.append(layer)
         hidden_BTD = RMSNorm(c.norm_eps, name="final_norm")(x_BTD)
@@ -45,19 +53,38 @@ class Transformer(nn.Module):
         if not c.tied_head:
             head = Linear(c.vocab_size, ("vocab", "embed"), name="lm_head")
         return TargetOutput(
-            logits=_select_logits(head, hidden_BTD, logits),
+            logits=_select_logits(head, hidden_BTD, logits, c.logit_cap),
             hidden=hidden_BTD,
             taps=jnp.stack([tapped[i] for i in taps], axis=2) if taps else None,
             cache=None if cache is None else tuple(layers),
         )
 
 
+class Head(NamedTuple):
+    """A language-model head.
+
+    Attributes:
+      weight_VD: its matrix.
+      cap: soft cap of the logits; None is none.
+    """
+
+    weight_VD: Float[Array, "V D"]
+    cap: float | None = None
+
+    def logits(
+        self, hidden: Float[Array, "*rows D"], ids_C: Int[Array, " C"] | None = None
+    ) -> Float[Array, "*rows _"]:
+        """Of final hidden states; `ids_C` are the tokens asked for, None is all."""
+        weight = self.weight_VD if ids_C is None else self.weight_VD[ids_C]
+        return soft_cap(matmul(hidden, weight), self.cap)
+
+
 def _select_logits(
-    head: Any, hidden_BTD: Float[Array, "B T D"], logits: str
+    head: Any, hidden_BTD: Float[Array, "B T D"], logits: str, cap: float | None
 ) -> Float[Array, "B _ V"] | None:
     if logits == "none":
         return None
-    return head(hidden_BTD if logits == "all" else hidden_BTD[:, -1:])
+    return soft_cap(head(hidden_BTD if logits == "all" else hidden_BTD[:, -1:]), cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +120,11 @@ class TransformerTarget:
 
     def init_cache(self, batch: int, slots: int) -> Cache:
         """Empty cache for `batch` rows of up to `slots` positions."""
-        shape = (batch, self.config.num_kv_heads, slots, self.config.head_dim)
+        layers = [self.config.layer(i) for i in range(self.config.num_layers)]
+        shapes = [(batch, layer.num_kv_heads, slots, layer.head_dim) for layer in layers]
         return tuple(
             LayerCache(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
-            for _ in range(self.config.num_layers)
+            for shape in shapes
         )
 
     def apply(

@@ -6,6 +6,7 @@ shows how to decode on several devices.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,8 +127,11 @@ def param_shardings(
     Raises:
       ValueError: as `partition_spec`, naming the parameter.
     """
-    layers = model.layer_config
-    units = {"heads": layers.num_heads, "kv_heads": layers.num_kv_heads}
+    config = model.layer_config
+    kv_heads = [config.num_kv_heads]
+    if config.sliding is not None:
+        kv_heads.append(config.sliding.num_kv_heads)
+    units = {"heads": config.num_heads, "kv_heads": math.gcd(*kv_heads)}
     boxed = jax.eval_shape(model.init_params, jax.random.key(0))
 
     def sharding(path: tuple, leaf: jax.ShapeDtypeStruct, axes: PartitionSpec) -> NamedSharding:

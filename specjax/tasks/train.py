@@ -55,13 +55,13 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if config.mask_token_id is not None:
         mask_token_id = config.mask_token_id
     model, params = _drafter(config, target, mask_token_id, texts, taps)
-    head_VD = language_model_head(target)
+    head = language_model_head(target)
     if cache is not None:
         with tqdm(total=sum(cache.lengths), unit=" normalizers", dynamic_ncols=True) as bar:
-            data = CachedStates(cache, head_VD, model.taps, bar.update)
+            data = CachedStates(cache, head, model.taps, bar.update)
     else:
         data = OnlineStates(texts, target, model.taps)
-    trainer = Trainer(model, params, head_VD, data, settings)
+    trainer = Trainer(model, params, head, data, settings)
     with tqdm(total=settings.steps, unit=" steps", dynamic_ncols=True) as bar:
 
         def show(step: int, log: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from specjax.data.hidden_states import hidden_states
 from specjax.data.target_cache import Sample, TargetCache, TokenSequence
 from specjax.drafters.dspark_init import language_model_head
 from specjax.files import digest, replacing
-from specjax.models.layers import matmul
 from specjax.models.target import Target
+from specjax.models.transformer import Head
 
 _ROWS = 256  # hidden states whose logits are computed together
 
@@ -73,7 +73,7 @@ class CachedStates:
     def __init__(
         self,
         cache: TargetCache,
-        head_VD: Float[Array, "V D"],
+        head: Head,
         taps: tuple[int, ...],
         on_tokens: Callable[[int], object] = lambda count: None,
     ):
@@ -81,7 +81,7 @@ class CachedStates:
 
         Args:
           cache: of the target.
-          head_VD: its language-model head.
+          head: its language-model head.
           taps: the drafter's, among those of the cache.
           on_tokens: called with the number of tokens done since the call before, while
             normalizers are computed.
@@ -89,7 +89,7 @@ class CachedStates:
         Raises:
           ValueError: a cache that does not have the taps, or of another width.
         """
-        width = head_VD.shape[1]
+        width = head.weight_VD.shape[1]
         if not set(taps) <= set(cache.taps) or cache.width != width:
             raise ValueError(
                 f"the cache holds layers {cache.taps} of width {cache.width} and the drafter "
@@ -105,10 +105,10 @@ class CachedStates:
             "made_with": cache.manifest.get("made_with"),
         }
         path = cache.directory / "normalizers.npz"
-        key = np.array([cache.fingerprint, _fingerprint(head_VD)])
+        key = np.array([cache.fingerprint, _fingerprint(head)])
         values = _read(path, key) if cache.fingerprint else None
         if values is None:
-            values = self._compute(head_VD, on_tokens)
+            values = self._compute(head, on_tokens)
             with replacing(path) as partial_path, open(partial_path, "wb") as file:
                 np.savez(file, key=key, values=values)
         self._values = values
@@ -126,14 +126,14 @@ class CachedStates:
     def complete(self, collated: Sample) -> Batch:
         return Batch(*map(jnp.asarray, collated))
 
-    def _compute(self, head_VD: Array, on_tokens: Callable[[int], object]) -> np.ndarray:
+    def _compute(self, head: Head, on_tokens: Callable[[int], object]) -> np.ndarray:
         values = []
         for index in range(len(self)):
             hidden_TD = self._cache[index].hidden_TD
             length = len(hidden_TD)
             padded_TD = np.pad(hidden_TD, ((0, -length % _ROWS), (0, 0)))
             pieces = padded_TD.astype(np.float32).reshape(-1, _ROWS, padded_TD.shape[-1])
-            normalizers = [log_normalizers(piece, head_VD) for piece in pieces]
+            normalizers = [log_normalizers(piece, head) for piece in pieces]
             values.append(np.concatenate(normalizers)[:length])
             on_tokens(length)
         return np.concatenate(values)
@@ -148,7 +148,7 @@ class OnlineStates:
         Raises:
           ValueError: a target that gives no hidden states.
         """
-        self._head_VD = language_model_head(target)
+        self._head = language_model_head(target)
         self.texts, self._target, self._taps = texts, target, taps
         self.identity = {
             "samples": len(texts),
@@ -169,40 +169,38 @@ class OnlineStates:
         taps_BTMD, hidden_BTD = hidden_states(
             target.params, tokens_BT, model=target.model, taps=self._taps
         )
-        normalizer_BT = log_normalizers(hidden_BTD, self._head_VD)
+        normalizer_BT = log_normalizers(hidden_BTD, self._head)
         return Batch(tokens_BT, mask_BT, taps_BTMD, hidden_BTD, normalizer_BT)
 
 
 def target_probs(
-    hidden_BTD: Float[Array, "B T D"],
-    head_VD: Float[Array, "V D"],
-    normalizer_BT: Float[Array, "B T"],
+    hidden: Float[Array, "*rows D"],
+    head: Head,
+    normalizer: Float[Array, "*rows"],
     draft_ids: Int[Array, " C"] | None,
-) -> Float[Array, "B T C"]:
-    """What the target thinks of the tokens that may be drafted, at every position.
+) -> Float[Array, "*rows _"]:
+    """What the target thinks of the tokens that may be drafted.
 
     Args:
-      hidden_BTD: the target's last hidden states.
-      head_VD: its language-model head.
-      normalizer_BT: log-sum-exp of its logits, at every position.
+      hidden: the target's last hidden states.
+      head: its language-model head.
+      normalizer: log-sum-exp of its logits.
       draft_ids: the tokens; None is all.
     """
-    head_CD = head_VD if draft_ids is None else head_VD[draft_ids]
-    return jnp.exp(matmul(hidden_BTD, head_CD) - normalizer_BT[..., None])
+    return jnp.exp(head.logits(hidden, draft_ids) - normalizer[..., None])
 
 
 @jax.jit
-def log_normalizers(
-    hidden: Float[Array, "*rows D"], head_VD: Float[Array, "V D"]
-) -> Float[Array, "*rows"]:
+def log_normalizers(hidden: Float[Array, "*rows D"], head: Head) -> Float[Array, "*rows"]:
     """Log-sum-exp of the target's logits."""
-    return jax.nn.logsumexp(matmul(hidden, head_VD), axis=-1)
+    return jax.nn.logsumexp(head.logits(hidden), axis=-1)
 
 
-def _fingerprint(head_VD: Array) -> str:
+def _fingerprint(head: Head) -> str:
     """Changes with the head; from its sums, which are quick to make."""
-    rows = jnp.sum(head_VD.astype(jnp.float32), axis=0)
-    return f"{head_VD.dtype} {head_VD.shape} {np.asarray(rows).tobytes().hex()[:64]}"
+    weight_VD = head.weight_VD
+    sums = np.asarray(jnp.sum(weight_VD.astype(jnp.float32), axis=0)).tobytes().hex()[:64]
+    return f"{weight_VD.dtype} {weight_VD.shape} {head.cap} {sums}"
 
 
 def _read(path: Path, key: np.ndarray) -> np.ndarray | None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from specjax.data.target_cache import collate
@@ -24,6 +24,7 @@ from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.dspark_init import split_params
 from specjax.files import changes, plain
+from specjax.models.transformer import Head
 from specjax.training.anchors import make_blocks, sample_anchors
 from specjax.training.features import Batch, TrainingData, target_probs
 from specjax.training.losses import Losses, LossWeights, dspark_losses
@@ -103,7 +104,7 @@ class Trainer:
         self,
         model: DSpark,
         params: PyTree,
-        head_VD: Float[Array, "V D"],
+        head: Head,
         data: TrainingData,
         settings: Training,
     ):
@@ -112,7 +113,7 @@ class Trainer:
         Args:
           model: the drafter.
           params: its parameters at the start, those of the target's with them.
-          head_VD: the target's language-model head.
+          head: the target's language-model head.
           data: with the drafter's taps.
           settings: of the run.
 
@@ -129,7 +130,7 @@ class Trainer:
         # Copies: a step donates the state, and these may be shared with the target.
         trained = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
         self.state = TrainState(trained, self._optimizer.init(trained), jnp.int32(0))
-        self._head_VD = head_VD
+        self._head = head
         static = {"model": model, "settings": settings}
         self._step = jax.jit(
             partial(_train_step, optimizer=self._optimizer, **static), donate_argnums=0
@@ -181,7 +182,7 @@ class Trainer:
                 while step < last:
                     batch = next(batches)
                     self.state, losses = self._step(
-                        self.state, self._fixed, self._head_VD, self._data.complete(batch)
+                        self.state, self._fixed, self._head, self._data.complete(batch)
                     )
                     step += 1
                     if step % log_every == 0 or step == last:
@@ -227,7 +228,7 @@ class Trainer:
                 self._evaluate(
                     self.state.params,
                     self._fixed,
-                    self._head_VD,
+                    self._head,
                     self._data.complete(batch),
                     key,
                 )
@@ -298,7 +299,7 @@ class Trainer:
 def _batch_losses(
     trained: PyTree,
     fixed: PyTree,
-    head_VD: Array,
+    head: Head,
     batch: Batch,
     key: Key[Array, ""],
     *,
@@ -326,9 +327,13 @@ def _batch_losses(
         blocks.previous_BAG,
         anchors_BA,
     )
-    probs_BTV = target_probs(hidden_BTD, head_VD, normalizer_BT, params.get("draft_ids"))
-    probs_BAGV = probs_BTV[jnp.arange(rows)[:, None, None], blocks.states_BAG]
-    return dspark_losses(out, blocks, probs_BAGV, settings.losses, params.get("draft_ids"))
+    draft_ids = params.get("draft_ids")
+    states = jnp.arange(rows)[:, None, None], blocks.states_BAG
+    if blocks.states_BAG.size < tokens_BT.size:
+        probs_BAGV = target_probs(hidden_BTD[states], head, normalizer_BT[states], draft_ids)
+    else:  # many blocks share a state
+        probs_BAGV = target_probs(hidden_BTD, head, normalizer_BT, draft_ids)[states]
+    return dspark_losses(out, blocks, probs_BAGV, settings.losses, draft_ids)
 
 
 def cast_products(params: PyTree, dtype: str) -> PyTree:
@@ -347,7 +352,7 @@ def cast_products(params: PyTree, dtype: str) -> PyTree:
 def _train_step(
     state: TrainState,
     fixed: PyTree,
-    head_VD: Array,
+    head: Head,
     batch: Batch,
     *,
     model: DSpark,
@@ -358,7 +363,7 @@ def _train_step(
     key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
 
     def part_loss(trained: PyTree, part: Batch, key: Array) -> tuple[Array, Losses]:
-        losses = _batch_losses(trained, fixed, head_VD, part, key, model=model, settings=settings)
+        losses = _batch_losses(trained, fixed, head, part, key, model=model, settings=settings)
         return losses.total, losses
 
     parts = settings.accumulation

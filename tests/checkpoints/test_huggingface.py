@@ -1,5 +1,6 @@
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported: only 'silu'"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, r"rope type 'yarn'.*default, llama3"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, r"rope type 'yarn'.*default, linear, llama3"),
         ({"rope_parameters": {"rope_type": "llama3"}}, r"lacks 'factor'"),
         ({"rope_parameters": 3}, r"rope_parameters must be a mapping"),
         ({"hidden_size": None}, r"lacks 'hidden_size'"),
@@ -304,3 +305,22 @@ def test_unusable_tokenizer(model_dir: Path) -> None:
     (model_dir / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokeniser files of .* are unusable"):
         load(model_dir)
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
+def test_one_tensor_is_in_memory_beside_the_parameters(
+    untied: Golden, edit_config: Callable[..., Path], stored: Any
+) -> None:
+    """NumPy holds the largest tensor as it is stored and as it becomes, and little more."""
+    directory = edit_config(vocab_size=2**18)
+    large = np.ones((2**18, 32), stored)
+    tensors = untied.tensors | {"model.embed_tokens.weight": large, "lm_head.weight": large}
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    tracemalloc.start()
+    try:
+        load_target(directory, dtype="bfloat16")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    as_parameter = large.size * 2
+    assert peak < 1.2 * (large.nbytes + as_parameter)

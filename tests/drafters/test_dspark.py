@@ -133,12 +133,12 @@ def test_two_drafting_rounds_equal_the_reference(kind):
             np.testing.assert_allclose(proposal.confidence_BG, expected, **CLOSE)
 
 
-def rounds_of(drafter, gold, policy):
+def rounds_of(kind, drafter, gold, policy):
     """Every round of a recorded greedy decode, driven step by step.
 
     The reference goes on while the anchor stands before the limit: one token more.
     """
-    target = golden_target()
+    target = golden_target(kind)
     prompt = gold["prompt_ids"].tolist()
     static = {
         "target": target.model,
@@ -169,7 +169,7 @@ def test_whole_decodes_equal_the_reference(kind, name):
     drafter, gold = golden_drafter(kind), recorded(kind, name)
     threshold = float(gold["confidence_threshold"])
     policy = ThresholdPolicy(threshold) if threshold else DecodeConfig(1).policy
-    state, outs = rounds_of(drafter, gold, policy)
+    state, outs = rounds_of(kind, drafter, gold, policy)
     text = state.tokens_BS[0, : min(int(state.length_B[0]), len(gold["output_ids"]))].tolist()
     assert text == gold["output_ids"].tolist()
     assert (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.models.config import RopeConfig, TransformerConfig
-from specjax.models.layers import matmul, rotate, write_cache
+from specjax.models.layers import BLOCK, attend, matmul, rotate, write_cache
 from specjax.models.transformer import TransformerTarget
 from tests.toys import tiny_target
 
@@ -60,6 +60,24 @@ def test_logits_can_be_left_out(target):
     np.testing.assert_allclose(last.logits, whole.logits[:, -1:], rtol=1e-5, atol=1e-5)
     assert none.logits is None
     np.testing.assert_allclose(none.hidden, whole.hidden, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 100, 300, 700])
+def test_windows_over_blocks_of_slots_equal_one_softmax(rng, window):
+    """Rows at other positions, in a cache of several blocks; slots past the window hold noise."""
+    q = jnp.asarray(rng.normal(size=(3, 2, 4, 8)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(3, 2, 3 * BLOCK, 8)), jnp.float32) for _ in "kv")
+    positions = jnp.array([[0, 1], [400, 401], [766, 767]])
+    slots = jnp.arange(3 * BLOCK)[None]
+    options = {"window": window, "cap": 2.0, "scale": 0.7}
+    got = attend(q, k, v, positions, slots, jnp.max(positions) + 1, **options)
+    np.testing.assert_allclose(got, attend(q, k, v, positions, slots, **options), atol=1e-5)
+    behind = positions[:, None, :, None] - slots[None, :, None]
+    products = jnp.einsum("btkgh,bksh->bkgts", q.reshape(3, 2, 2, 2, 8), k).reshape(3, 4, 2, -1)
+    scores = 2.0 * jnp.tanh(0.7 * products / 2.0)
+    weights = jax.nn.softmax(jnp.where((behind >= 0) & (behind < window), scores, -jnp.inf))
+    expected = jnp.einsum("bnts,bnsh->btnh", weights, jnp.repeat(v, 2, axis=1))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_writes_out_of_range_are_dropped():

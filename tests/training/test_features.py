@@ -7,6 +7,7 @@ import pytest
 
 from specjax.data.hidden_states import read_samples
 from specjax.data.target_cache import CacheWriter, TargetCache, TokenSequence, collate
+from specjax.models.transformer import Head
 from specjax.training import features
 from specjax.training.features import CachedStates, OnlineStates, log_normalizers, target_probs
 from tests.toys import tiny_target
@@ -37,7 +38,7 @@ def cache(target, texts, tmp_path):
 
 @pytest.fixture
 def head(target):
-    return target.params["lm_head"]["weight"]
+    return Head(target.params["lm_head"]["weight"])
 
 
 def test_online_batches_equal_those_of_a_cache(target, texts, cache, head):
@@ -77,7 +78,7 @@ def test_normalizers_are_computed_once_for_each_head(cache, head):
     again = CachedStates(cache, head, TAPS, count.append)
     assert not count
     np.testing.assert_array_equal(first[2].normalizer_T, again[2].normalizer_T)
-    other = CachedStates(cache, head * 2, TAPS, count.append)
+    other = CachedStates(cache, Head(head.weight_VD * 2), TAPS, count.append)
     assert sum(count) == sum(cache.lengths)
     assert (other[2].normalizer_T != first[2].normalizer_T).any()
     (cache.directory / "normalizers.npz").write_bytes(b"damaged")

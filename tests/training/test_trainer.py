@@ -11,6 +11,7 @@ import specjax
 from specjax.data.self_generated import Writing, write_answers
 from specjax.data.target_cache import CacheWriter, TargetCache
 from specjax.drafters import Drafter, init_dspark
+from specjax.models.transformer import Head
 from specjax.training.features import CachedStates
 from specjax.training.trainer import Trainer, Training
 from tests.toys import tiny_target
@@ -50,7 +51,7 @@ def trainer(target, cache, settings=SETTINGS, **options):
         target, jax.random.key(0), num_layers=1, taps=(-1, 0), mask_token_id=60, markov_rank=4,
         block_size=4, **options,
     )  # fmt: skip
-    head = target.params["lm_head"]["weight"]
+    head = Head(target.params["lm_head"]["weight"])
     return Trainer(model, params, head, CachedStates(cache, head, model.taps), settings)
 
 
@@ -146,7 +147,7 @@ def test_caches_with_too_little_are_refused(target, cache, settings, message):
 
 def test_caches_of_other_taps_are_refused(target, cache):
     with pytest.raises(ValueError, match=r"holds layers \(-1, 0\)"):
-        CachedStates(cache, target.params["lm_head"]["weight"], (0, 1))
+        CachedStates(cache, Head(target.params["lm_head"]["weight"]), (0, 1))
 
 
 @pytest.mark.parametrize(

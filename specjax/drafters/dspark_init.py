@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark, DSparkConfig
+from specjax.drafters.mtp import MTP
 from specjax.models.config import RopeConfig, TransformerConfig
 from specjax.models.target import Target
 from specjax.models.transformer import Head, TransformerTarget
@@ -152,7 +153,7 @@ def split_params(params: PyTree) -> tuple[PyTree, PyTree]:
     return {name: part for name, part in params.items() if name not in fixed}, fixed
 
 
-def attach_target(model: DSpark, params: PyTree, target: Target) -> PyTree:
+def attach_target(model: DSpark | MTP, params: PyTree, target: Target) -> PyTree:
     """The parameters with the target's embedding and (the drafter's rows of) its head.
 
     Raises:

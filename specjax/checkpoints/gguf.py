@@ -18,6 +18,8 @@ from specjax.checkpoints.gguf_tokenizer import build_tokenizer
 from specjax.models.config import RopeConfig
 from specjax.models.layers import rope_frequencies
 
+# model_type of config.json by general.architecture, for the families that are translated.
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 # Keys of GGUF's metadata, without the architecture's prefix, by those of config.json.
 _CONFIG_KEYS = {
     "hidden_size": "embedding_length",
@@ -34,19 +36,22 @@ _CONFIG_KEYS = {
 # that leaves the model as it is.
 _NEUTRAL = {
     "expert_count": 0,
-    "attention.sliding_window": 0,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
     "attention.scale": 0.0,
     "attention.causal": True,
     "attn_logit_softcapping": 0.0,
-    "final_logit_softcapping": 0.0,
     "embedding_scale": 1.0,
     "logit_scale": 1.0,
     "residual_scale": 1.0,
     "rope.scaling.attn_factor": 1.0,
+    "rope.local.freq_base": 10_000.0,
 }
+# Those that Gemma 3 may have.
+_NEUTRAL_BUT_IN_GEMMA = {"attention.sliding_window": 0, "final_logit_softcapping": 0.0}
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Gemma ends a text with the first and a turn with the second; files name one of them alone.
+_GEMMA_STOPS = ("<eos>", "<end_of_turn>")
 
 
 class _Reader(GGUFReader):
@@ -89,7 +94,12 @@ def open_gguf(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is not a whole GGUF file (truncated, damaged or of a newer kind): {error}"
         ) from error
-    architecture = get_architecture({"model_type": metadata.get("general.architecture")})
+    family = metadata.get("general.architecture")
+    if not isinstance(family, str) or family not in _MODEL_TYPES:
+        raise CheckpointError(
+            f"architecture {family!r} (general.architecture) is not supported in GGUF files: "
+            f"known are {', '.join(_MODEL_TYPES)}"
+        )
     parts = get_size(metadata, "split.count", 1)
     if parts > 1:
         raise CheckpointError(
@@ -98,7 +108,7 @@ def open_gguf(path: Path) -> Checkpoint:
     tensors = {tensor.name: _stored_tensor(tensor) for tensor in reader.tensors}
     return Checkpoint(
         format="gguf",
-        architecture=architecture,
+        architecture=get_architecture({"model_type": _MODEL_TYPES[family]}),
         config=_config(metadata, tensors),
         tensors=tensors,
         tokenizer=build_tokenizer(metadata),
@@ -127,8 +137,9 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) ->
         for name, value in metadata.items()
         if name.startswith(f"{prefix}.")
     }
-    for name, neutral in _NEUTRAL.items():
-        if options.get(name, neutral) != neutral:
+    neutral = _NEUTRAL if prefix == "gemma3" else _NEUTRAL | _NEUTRAL_BUT_IN_GEMMA
+    for name, only in neutral.items():
+        if options.get(name, only) != only:
             raise CheckpointError(f"{prefix}.{name}={options[name]!r} is not supported")
     config = {key: options.get(name) for key, name in _CONFIG_KEYS.items()}
     for key in ("rms_norm_eps", "max_position_embeddings"):  # no default in this format
@@ -145,11 +156,30 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) ->
                 f"{prefix}.{name}={options[name]} is not supported: only the whole width of a "
                 f"head, {config['head_dim']}, is"
             )
-    config["model_type"] = prefix
+    config["model_type"] = _MODEL_TYPES[prefix]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     divisors = tensors.get("rope_freqs.weight")
     config["rope_parameters"] = _rope_parameters(options, config, divisors)
-    return config
+    return config | _gemma3_config(options, config) if prefix == "gemma3" else config
+
+
+def _gemma3_config(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What only Gemma 3 has. Files leave most of it out, for which llama.cpp's values stand."""
+    window = get_size(options, "attention.sliding_window", 0)
+    period = options.get("attention.sliding_window_pattern", 6)  # of layers without a window
+    if get_size(config, "num_hidden_layers") == 62:  # the model of 27 billion parameters
+        num_heads = get_size(config, "num_attention_heads")
+        scaled_width = get_size(config, "hidden_size") // max(num_heads, 1)
+    else:
+        scaled_width = config["head_dim"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scaled_width,
+        "rope_local_base_freq": get_number(options, "rope.freq_base_swa", 10_000.0),
+        "sliding_window": window or None,
+        "sliding_window_pattern": period if window else 1,
+        "final_logit_softcapping": options.get("final_logit_softcapping") or None,
+    }
 
 
 def _rope_parameters(
@@ -157,12 +187,14 @@ def _rope_parameters(
 ) -> dict[str, float | int | str]:
     """Rotary embedding; Llama 3's rescaling is stored as divisors of the frequencies."""
     kind = options.get("rope.scaling.type", "linear")
-    factor = options.get("rope.scaling.factor", options.get("rope.scale_linear", 0.0))
-    if kind != "none" and not (kind == "linear" and factor in (0.0, 1.0)):
+    key = "rope.scaling.factor" if "rope.scaling.factor" in options else "rope.scale_linear"
+    factor = 1.0 if kind == "none" else get_number(options, key, 1.0) or 1.0
+    if kind not in ("none", "linear") or (factor != 1.0 and divisors is not None):
         raise CheckpointError(f"rope scaling {kind!r} by {factor} is not supported in GGUF files")
     theta = get_number(options, "rope.freq_base", 10_000.0)
     if divisors is None:
-        return raw_rope(RopeConfig(theta=theta))
+        rope = {"rope_type": "default", "rope_theta": theta}
+        return rope if factor == 1.0 else rope | {"rope_type": "linear", "factor": factor}
     head_dim = get_size(config, "head_dim")
     if head_dim % 2 or divisors.shape != (head_dim // 2,):
         raise CheckpointError(
@@ -194,4 +226,8 @@ def _rope_parameters(
 
 def _stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     keys = [f"tokenizer.ggml.{key}" for key in _STOP_KEYS]
-    return tuple(dict.fromkeys(get_size(metadata, key) for key in keys if key in metadata))
+    ids = [get_size(metadata, key) for key in keys if key in metadata]
+    if metadata["general.architecture"] == "gemma3":
+        tokens = metadata.get("tokenizer.ggml.tokens", [])
+        ids += [tokens.index(token) for token in _GEMMA_STOPS if token in tokens]
+    return tuple(dict.fromkeys(ids))

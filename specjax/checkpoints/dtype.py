@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checkpoints.errors import CheckpointError
+from specjax.files import cache_folder
 from specjax.models.layers import matmul
 
 _DTYPES = ("float32", "bfloat16")
@@ -43,7 +44,7 @@ def resolve_dtype(dtype: str) -> Literal["float32", "bfloat16"]:
 
 @functools.cache
 def _faster_dtype() -> Literal["float32", "bfloat16"]:
-    file, key = _cache_file(), _device_key()
+    file, key = cache_folder() / "dtype.json", _device_key()
     known = _read_times(file)
     times = known.get(key)
     origin = f"measured earlier, {file}"
@@ -84,11 +85,6 @@ def _device_key() -> str:
     kind = jax.devices()[0].device_kind
     host = f"{platform.machine()} with {os.cpu_count()} cores"
     return f"jax {jax.__version__}, {kind}, {host}, flags {os.environ.get('XLA_FLAGS', '')!r}"
-
-
-def _cache_file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder) / "specjax" / "dtype.json"
 
 
 def _read_times(file: Path) -> dict[str, dict[str, float]]:

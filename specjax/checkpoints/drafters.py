@@ -25,6 +25,7 @@ def load_drafter(
     *,
     draft_vocab: Sequence[int] | None = None,
     candidates: int | None = None,
+    any_target: bool = False,
 ) -> Drafter:
     """A drafter for `target`.
 
@@ -39,16 +40,23 @@ def load_drafter(
         choice, all of them in DeepSpec's format.
       candidates: its sequential head chooses among that many tokens of each position, the
         likeliest by the backbone; 0 among all, None leaves the checkpoint's choice.
+      any_target: a checkpoint may have been trained for another target, if it fits this one;
+        the output stays the target's, but few drafts may be accepted.
 
     Raises:
-      ValueError: an unknown name, options that the drafter does not have, or a drafter
-        that does not fit the target; CheckpointError where a checkpoint cannot be loaded.
+      ValueError: an unknown name, options that the drafter does not have, or a drafter that
+        does not fit the target or was trained for another; CheckpointError where a
+        checkpoint cannot be loaded.
     """
     if not isinstance(target, Target):
         raise ValueError(f"target must come from load_target, got {target!r}")
     if isinstance(source, str) and source.startswith(_COMPOSED):
         part = load_drafter(
-            source.removeprefix(_COMPOSED), target, draft_vocab=draft_vocab, candidates=candidates
+            source.removeprefix(_COMPOSED),
+            target,
+            draft_vocab=draft_vocab,
+            candidates=candidates,
+            any_target=any_target,
         )
         if not isinstance(part.model, DSpark):
             raise ValueError(
@@ -57,7 +65,7 @@ def load_drafter(
         model_len = min(_MODEL_LEN, part.model.config.block_size)
         composed = Composed(PromptLookup(min_ngram=_MIN_NGRAM), part.model, model_len)
         return Drafter(composed, part.params, source)
-    drafter = _load(source, target)
+    drafter = _load(source, target, any_target)
     if draft_vocab is None and candidates is None:
         return drafter
     if not isinstance(drafter.model, DSpark):
@@ -70,7 +78,7 @@ def shipped_drafters() -> list[str]:
     return sorted(path.parent.name for path in _SHIPPED.glob("*/config.json"))
 
 
-def _load(source: str | os.PathLike[str] | Target, target: Target) -> Drafter:
+def _load(source: str | os.PathLike[str] | Target, target: Target, any_target: bool) -> Drafter:
     if isinstance(source, Target):
         return Drafter(*draft_model(source, target), f"draft_model:{source.name}")
     if not isinstance(source, str | os.PathLike):
@@ -83,16 +91,18 @@ def _load(source: str | os.PathLike[str] | Target, target: Target) -> Drafter:
         if not argument.isdecimal():
             raise ValueError(f"{name!r} needs a number of layers, as in 'early_exit:8'")
         return Drafter(*early_exit(target, int(argument)), name)
-    if name in shipped_drafters():
-        return Drafter(*open_dspark(_SHIPPED / name, target), name)
-    if not os.path.exists(name) and not HUB_ID.fullmatch(name):
+    shipped = name in shipped_drafters()
+    if not shipped and not os.path.exists(name) and not HUB_ID.fullmatch(name):
         raise ValueError(
             f"unknown drafter {name!r}: known are 'prompt_lookup', 'early_exit:N', "
             f"{', '.join(map(repr, shipped_drafters()))}, a Target, the directory or hub id of a "
             f"checkpoint, and 'prompt_lookup+' before any of the latter"
         )
     try:
-        directory = Path(name) if os.path.exists(name) else download(name)
-        return Drafter(*open_dspark(directory, target), name)
+        if shipped:
+            directory = _SHIPPED / name
+        else:
+            directory = Path(name) if os.path.exists(name) else download(name)
+        return Drafter(*open_dspark(directory, target, any_target=any_target), name)
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"cannot load the drafter {name!r}: {error}") from error

@@ -1,7 +1,8 @@
 """DSpark and DFlash checkpoints: DeepSpec's format, and specjax's own, which is like it.
 
 specjax's own leaves out the embedding and the head, which are the target's, and can hold
-a trimmed vocabulary; it has another name under `architectures`.
+a trimmed vocabulary; it has another name under `architectures`, and records the
+target's fingerprint.
 """
 
 import json
@@ -45,12 +46,19 @@ _NAMES = {
 }
 
 
-def open_dspark(directory: Path, target: Target) -> tuple[DSpark, PyTree]:
+def open_dspark(
+    directory: Path, target: Target, *, any_target: bool = False
+) -> tuple[DSpark, PyTree]:
     """A DSpark or DFlash drafter and its parameters, matrices in the target's dtype.
+
+    Args:
+      directory: of the checkpoint.
+      target: that it is to draft for.
+      any_target: it may have been trained for another target.
 
     Raises:
       CheckpointError: files that are missing, damaged or of another kind; options that are
-        not supported; or a drafter that does not fit the target.
+        not supported; or a drafter that does not fit the target or was trained for another.
     """
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} is not a folder with a config.json")
@@ -63,6 +71,8 @@ def open_dspark(directory: Path, target: Target) -> tuple[DSpark, PyTree]:
         raise
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+    if not any_target:
+        _check_target(raw, target)
     tensors = open_weights(directory)
     check_depth(tensors, model.config.backbone.num_layers)
     shapes = model.param_shapes()
@@ -118,7 +128,9 @@ def save_dspark(
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        (partial / "config.json").write_text(json.dumps(_raw_config(model.config), indent=2))
+        (partial / "config.json").write_text(
+            json.dumps(_raw_config(model.config, target), indent=2)
+        )
         safetensors.numpy.save_file(tensors, partial / "model.safetensors")
         # Readable by others, as plain files and folders are; these were made private.
         (partial / "model.safetensors").chmod(0o644)
@@ -129,6 +141,21 @@ def save_dspark(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _check_target(raw: Mapping[str, Any], target: Target) -> None:
+    """Refuses another target than the checkpoint names; one that names none fits any."""
+    recorded = raw.get("target_fingerprint")
+    if recorded is None:
+        return
+    found = target.fingerprint()
+    if recorded != found:
+        raise CheckpointError(
+            f"it was trained for the target {raw.get('target_name')!r} (fingerprint "
+            f"{str(recorded)[:12]}), and {target.name!r} ({found[:12]}) has other weights: load "
+            f"it for its own target, or with any_target=True, with which few drafts may be "
+            f"accepted"
+        )
 
 
 def _check_draft_ids(ids: np.ndarray, vocab_size: int) -> None:
@@ -179,7 +206,7 @@ def _config(raw: Mapping[str, Any]) -> DSparkConfig:
     )
 
 
-def _raw_config(config: DSparkConfig) -> dict[str, Any]:
+def _raw_config(config: DSparkConfig, target: Target) -> dict[str, Any]:
     backbone = config.backbone
     return {
         "architectures": [_OWN],
@@ -204,6 +231,8 @@ def _raw_config(config: DSparkConfig) -> dict[str, Any]:
         "confidence_head_with_markov": config.confidence_with_markov,
         "draft_vocab_size": config.draft_vocab_size,
         "candidates": config.candidates,
+        "target_name": target.name,
+        "target_fingerprint": target.fingerprint(),
     }
 
 

@@ -1,7 +1,8 @@
 """What of a target a drafter's training needs besides its hidden states.
 
 A target cache holds it beside the shards, so that training loads no target: its embedding
-and language-model head (target.safetensors), its sizes and end-of-sequence ids (target.json).
+and language-model head (target.safetensors), its sizes, end-of-sequence ids and fingerprint
+(target.json).
 """
 
 import dataclasses
@@ -21,6 +22,21 @@ from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
 
 _WEIGHTS, _CONFIG = "target.safetensors", "target.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetHead(Target):
+    """A target's embedding and head alone: enough for training, but it cannot decode.
+
+    Attributes:
+      whole: fingerprint of the whole target.
+    """
+
+    whole: str
+
+    def fingerprint(self) -> str:
+        """That of the whole target."""
+        return self.whole
 
 
 def save_head(directory: Path, target: Target, mask_token_id: int | None) -> None:
@@ -47,16 +63,15 @@ def save_head(directory: Path, target: Target, mask_token_id: int | None) -> Non
         "name": target.name,
         "dtype": target.dtype,
         "stop_ids": target.stop_ids,
+        "fingerprint": target.fingerprint(),
         "mask_token_id": unused_token(target) if mask_token_id is None else mask_token_id,
         "config": dataclasses.asdict(config),
     }
     write_json(directory / _CONFIG, about)
 
 
-def load_head(directory: Path) -> tuple[Target, int]:
-    """A target that has its embedding and head alone, and the mask token for drafters.
-
-    Enough for `init_dspark` and training; it cannot decode.
+def load_head(directory: Path) -> tuple[TargetHead, int]:
+    """A target's embedding and head, and the mask token for drafters.
 
     Raises:
       CheckpointError: files that are missing or damaged.
@@ -75,11 +90,20 @@ def load_head(directory: Path) -> tuple[Target, int]:
         expected = {"embed"} | (set() if model.config.tied_head else {"lm_head"})
         if set(params) != expected:
             raise ValueError(f"{_WEIGHTS} holds {sorted(params)} instead of {sorted(expected)}")
-        target = Target(
-            model, params, None, tuple(about["stop_ids"]), str(about["name"]), str(about["dtype"])
+        target = TargetHead(
+            model,
+            params,
+            tokenizer=None,
+            stop_ids=tuple(about["stop_ids"]),
+            name=str(about["name"]),
+            dtype=str(about["dtype"]),
+            whole=str(about["fingerprint"]),
         )
         return target, int(about["mask_token_id"])
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{directory / _CONFIG} is damaged: {error}") from error
+        raise CheckpointError(
+            f"{directory / _CONFIG} is damaged or of an older version ({error!r}): make the cache "
+            f"again, from its texts.npz"
+        ) from error

@@ -41,8 +41,12 @@ class Target:
     dtype: str
 
     def fingerprint(self) -> str:
-        """Tells this model and these parameters from others; see `fingerprint`."""
-        return fingerprint(self.model, self.params)
+        """Tells these parameters from others, in whichever dtype; see `fingerprint`."""
+        return fingerprint(self.params)
+
+    def identity(self) -> dict[str, str]:
+        """All that tells its outputs from others': sizes and options, parameters, dtype."""
+        return {"model": repr(self.model), "weights": self.fingerprint(), "dtype": self.dtype}
 
     def forward(
         self,
@@ -79,25 +83,27 @@ class Target:
         return _forward(self.params, tokens, target=self.model, taps=taps)
 
 
-def fingerprint(model: object, params: PyTree) -> str:
-    """A hash that changes with a model or its parameters, equal on every device.
+def fingerprint(params: PyTree) -> str:
+    """A hash that changes with the parameters, equal on every device and in either dtype.
 
-    It covers the model's repr and, of each parameter, its path, shape, dtype and up to
-    4096 evenly spaced values; other values may change without notice.
+    It covers of each parameter its path, shape and up to 4096 evenly spaced values, those of
+    matrices rounded to bfloat16; other values may change without notice. Checkpoints keep it:
+    what it is of the same parameters must not change.
 
     Args:
-      model: static description whose repr tells it from others.
       params: pytree of arrays.
 
     Returns:
       SHA-256 in hexadecimal.
     """
-    digest = hashlib.sha256(repr(model).encode())
+    digest = hashlib.sha256()
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves):
-        digest.update(f"{path} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(f"{path} {leaf.shape}".encode())
         flat = np.arange(0, leaf.size, -(-leaf.size // _SAMPLE) or 1)
-        digest.update(np.asarray(_take(leaf, np.unravel_index(flat, leaf.shape))).tobytes())
+        values = np.asarray(_take(leaf, np.unravel_index(flat, leaf.shape)))
+        # On the host, so that every device rounds alike.
+        digest.update((values.astype(jnp.bfloat16) if leaf.ndim > 1 else values).tobytes())
     return digest.hexdigest()
 
 

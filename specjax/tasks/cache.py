@@ -55,8 +55,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     check_room(folder, size)
     made_with |= {
         "target": config.target,
-        "weights": target.fingerprint(),
-        "dtype": target.dtype,
+        **target.identity(),
         "chat_template": digest(getattr(target.tokenizer, "chat_template", None)),
     }
     given = given_texts(config, target)

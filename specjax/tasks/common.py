@@ -71,7 +71,10 @@ def enable_compilation_cache(folder: str) -> None:
 def load_models(config: ConfigDict) -> tuple[specjax.Target, specjax.Drafter]:
     """The target and the drafter that the config names."""
     target = specjax.load_target(config.target, dtype=config.dtype)
-    return target, specjax.load_drafter(config.drafter, target, candidates=config.candidates)
+    drafter = specjax.load_drafter(
+        config.drafter, target, candidates=config.candidates, any_target=config.any_target
+    )
+    return target, drafter
 
 
 def conversations(config: ConfigDict) -> Iterator[Conversation] | None:

@@ -46,12 +46,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
     for name, rows in prompts.items():
         room(target, name, rows, settings.max_new_tokens)  # none is too long
     made_with |= {
-        "target": {
-            "weights": target.fingerprint(),
-            "dtype": target.dtype,
-            "stop_ids": target.stop_ids,
-        },
-        "drafter": {"weights": fingerprint(drafter.model, drafter.params)},
+        "target": {**target.identity(), "stop_ids": target.stop_ids},
+        "drafter": {"model": repr(drafter.model), "weights": fingerprint(drafter.params)},
         "environment": environment(),
     }
     finished = _Finished(workdir / "finished.json", plain(made_with))

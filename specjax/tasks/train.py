@@ -117,7 +117,7 @@ def _drafter(
     """A new drafter, or the one to go on from; `taps` are those to choose where none are named."""
     options = dict(config.drafter)
     if config.start:
-        model, params = open_dspark(Path(config.start), target)
+        model, params = open_dspark(Path(config.start), target, any_target=config.any_target)
         return with_block_size(model, options["block_size"]), params
     count, layers_from = options.pop("draft_vocab"), options.pop("layers_from")
     if layers_from and config.cache:

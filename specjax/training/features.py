@@ -153,8 +153,7 @@ class OnlineStates:
         self.identity = {
             "samples": len(texts),
             "texts": digest([text.tokens_T.tolist() for text in texts]),
-            "weights": target.fingerprint(),
-            "dtype": target.dtype,
+            **target.identity(),
         }
 
     def __len__(self) -> int:

@@ -1,5 +1,6 @@
 """DeepSpec's drafter directories, and specjax's own."""
 
+import dataclasses
 import json
 import shutil
 
@@ -86,8 +87,6 @@ def test_what_cannot_be_loaded_is_named(directory, changes, message):
 
 
 def test_mask_token_that_ends_sequences_is_refused(directory):
-    import dataclasses
-
     target = dataclasses.replace(golden_target(), stop_ids=(96,))
     with pytest.raises(CheckpointError, match="mask_token_id 96 is an end-of-sequence token"):
         load_drafter(directory, target)
@@ -180,6 +179,21 @@ def test_what_the_format_leaves_out_must_be_the_targets(tmp_path):
     with pytest.raises(ValueError, match=r"lm_head is not .*target's"):
         save_dspark(tmp_path / "drafter", drafter.model, params, golden_target())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_drafter_of_another_target_is_refused_unless_told(tmp_path):
+    target, other = tiny_target(), dataclasses.replace(tiny_target(seed=1), name="other")
+    model, params = init_dspark(
+        target, jax.random.key(1), num_layers=1, mask_token_id=60, markov_rank=4
+    )
+    save_dspark(tmp_path / "drafter", model, params, target)
+    found = {part.name: part.fingerprint()[:12] for part in (target, other)}
+    message = rf"'tiny' \(fingerprint {found['tiny']}\), and 'other' \({found['other']}\)"
+    for source in (tmp_path / "drafter", f"prompt_lookup+{tmp_path / 'drafter'}"):
+        with pytest.raises(CheckpointError, match=message + ".*any_target=True"):
+            load_drafter(source, other)
+        load_drafter(source, other, any_target=True)
+        load_drafter(source, target)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.checkpoints import CheckpointError
 from specjax.checkpoints.head import load_head, save_head
 from specjax.data.target_cache import CacheError, TargetCache
 from specjax.tasks import cache, train
@@ -188,7 +189,9 @@ def test_given_texts_go_on_after_an_interruption(target, chats, get_config, tmp_
 
 
 @pytest.mark.slow
-def test_online_training_and_going_on_from_a_drafter(target, chats, get_config, tmp_path):
+def test_online_training_and_going_on_from_a_drafter(
+    target, chats, get_config, tmp_path, monkeypatch
+):
     """Without a cache; then shorter blocks, from the drafter that the first run made."""
     train.run(get_config("train", **TRAIN | chats), tmp_path / "run")
     first = specjax.load_drafter(tmp_path / "run/drafter", target)
@@ -201,6 +204,14 @@ def test_online_training_and_going_on_from_a_drafter(target, chats, get_config, 
     np.testing.assert_allclose(
         second.params["fc"]["weight"], first.params["fc"]["weight"], atol=1e-6
     )
+    params = jax.tree.map(lambda x: x * 1.01, target.params)
+    other = dataclasses.replace(target, params=params)
+    monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: other)
+    with pytest.raises(CheckpointError, match="any_target=True"):
+        train.run(get_config("train", **TRAIN | chats | more), tmp_path / "other")
+    more |= {"any_target": True}
+    train.run(get_config("train", **TRAIN | chats | more), tmp_path / "other")
+    specjax.load_drafter(tmp_path / "other/drafter", other)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 # Modules of specjax.tasks.
-TASKS = ("generate", "evaluate", "cache", "train")
+TASKS = ("generate", "evaluate", "cache", "train", "export")
 
 
 def main(argv: Sequence[str]) -> int:

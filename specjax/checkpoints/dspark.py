@@ -1,10 +1,12 @@
 """DSpark and DFlash checkpoints: DeepSpec's format, and specjax's own, which is like it.
 
 specjax's own leaves out the embedding and the head, which are the target's, and can hold
-a trimmed vocabulary; it has another name under `architectures`, and records the
-target's fingerprint.
+a trimmed vocabulary; it has another name under `architectures`. Both record the target's
+fingerprint when specjax writes them. An exported DeepSpec checkpoint is whole, and says under
+"specjax", which other engines ignore, what specjax is to restrict the drafter to.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -23,10 +25,23 @@ from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.huggingface import open_weights, read_json
 from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark, DSparkConfig
-from specjax.drafters.dspark_init import TARGETS_OWN, attach_target, check_fits
+from specjax.drafters.dspark_init import (
+    TARGETS_OWN,
+    attach_target,
+    check_fits,
+    check_targets_own,
+    expand,
+    restrict,
+)
+from specjax.files import changes
+from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
+from specjax.models.transformer import TransformerTarget
 
-_DEEPSPEC, _OWN = ("Qwen3DSparkModel", "Gemma4DSparkModel"), "SpecjaxDSparkModel"
+_QWEN3, _OWN = "Qwen3DSparkModel", "SpecjaxDSparkModel"
+_DEEPSPEC = (_QWEN3, "Gemma4DSparkModel")
+# What DeepSpec's class asks for besides, of use in its training alone: its own value.
+_NUM_ANCHORS = 512
 
 _NAMES = {
     "embed/weight": "embed_tokens.weight",
@@ -82,7 +97,9 @@ def open_dspark(
     params = read_params(tensors, shapes, names, target.dtype)
     if "draft_ids" in params:
         _check_draft_ids(np.asarray(params["draft_ids"]), model.config.backbone.vocab_size)
-    return model, attach_target(model, params, target) if kind == _OWN else params
+    if kind == _OWN:
+        return model, attach_target(model, params, target)
+    return _restrict(model, params, raw)
 
 
 def save_dspark(
@@ -105,22 +122,96 @@ def save_dspark(
       replace: a drafter that is there already makes place.
 
     Raises:
-      ValueError: the directory exists, and is not to be replaced; or the embedding or the
-        head is not the target's, which the checkpoint would not hold.
+      ValueError: the directory exists, and is not to be replaced; options that the format
+        does not have; or the embedding or the head is not the target's, which the checkpoint
+        would not hold.
     """
-    directory = Path(directory)
-    shared = attach_target(model, params, target)
-    for name in TARGETS_OWN:
-        if not np.array_equal(params[name]["weight"], shared[name]["weight"]):
-            raise ValueError(
-                f"the drafter's {name} is not {target.name}'s, and this format leaves it out: "
-                f"train the rest alone (specjax.drafters.split_params)"
-            )
-    if directory.exists() and not (replace and (directory / "config.json").is_file()):
-        raise ValueError(f"{directory} exists: remove it, or give another folder")
+    check_targets_own(model, params, target)
     own = {name: part for name, part in params.items() if name not in TARGETS_OWN}
-    flat: dict[str, Any] = {**flax.traverse_util.flatten_dict(own, sep="/")}
-    names = tensor_names(model.config)
+    raw = {
+        "architectures": [_OWN],
+        **_raw_config(model.config, target),
+        "draft_vocab_size": model.config.draft_vocab_size,
+        "candidates": model.config.candidates,
+    }
+    _write(Path(directory), model.config, raw, own, dtype, replace)
+
+
+def export_dspark(
+    directory: str | os.PathLike[str],
+    model: DSpark,
+    params: PyTree,
+    target: Target,
+    *,
+    dtype: str = "bfloat16",
+    replace: bool = False,
+) -> None:
+    """Writes a drafter as a DeepSpec checkpoint, all of it or nothing.
+
+    It drafts from the whole vocabulary (`expand`), but for specjax, which restricts it to
+    the tokens and candidates that it had. With these, and in the dtype that the parameters
+    have, what `open_dspark` gives back is the same drafter.
+
+    Args:
+      directory: of the checkpoint.
+      model: the drafter.
+      params: its parameters.
+      target: of the drafter.
+      dtype: of the matrices in the file.
+      replace: a drafter that is there already makes place.
+
+    Raises:
+      ValueError: the directory exists, and is not to be replaced; options that the format
+        does not have; a drafter that does not fit the target; or a trimmed one whose
+        embedding or head is not the target's.
+    """
+    check_fits(model, target)
+    if not isinstance(target.model, TransformerTarget):
+        raise ValueError(f"{target.name} was not loaded by specjax, so its depth is not known")
+    whole, whole_params = expand(model, params, target)
+    raw = {
+        "architectures": [_QWEN3],
+        **_raw_config(whole.config, target),
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "layer_types": ["full_attention"] * whole.config.backbone.num_layers,
+        "num_target_layers": target.model.config.num_layers,
+        "num_anchors": _NUM_ANCHORS,
+        "dtype": dtype,
+    }
+    ids = params.get("draft_ids")
+    if whole != model:
+        raw["specjax"] = {
+            "draft_vocab": None if ids is None else np.asarray(ids).tolist(),
+            "candidates": model.config.candidates,
+        }
+    _write(Path(directory), whole.config, raw, whole_params, dtype, replace)
+
+
+def _write(
+    directory: Path,
+    config: DSparkConfig,
+    raw: Mapping[str, Any],
+    params: PyTree,
+    dtype: str,
+    replace: bool,
+) -> None:
+    """Writes one checkpoint; vectors stay in float32.
+
+    Raises:
+      ValueError: the directory exists, and is not to be replaced; an unknown dtype; or draft
+        layers with options that config.json does not tell of.
+    """
+    if directory.exists() and not (replace and (directory / "config.json").is_file()):
+        raise ValueError(
+            f"{directory} exists: remove it, give another folder, or replace the drafter that "
+            f"it holds (replace=True)"
+        )
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
+    _check_layers(_config(raw).backbone, config.backbone)
+    flat: dict[str, Any] = {**flax.traverse_util.flatten_dict(params, sep="/")}
+    names = tensor_names(config)
     tensors = {
         names[path]: np.asarray(leaf.astype(dtype) if leaf.ndim == 2 else leaf)
         for path, leaf in flat.items()
@@ -128,10 +219,9 @@ def save_dspark(
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        (partial / "config.json").write_text(
-            json.dumps(_raw_config(model.config, target), indent=2)
-        )
-        safetensors.numpy.save_file(tensors, partial / "model.safetensors")
+        (partial / "config.json").write_text(json.dumps(raw, indent=2))
+        # transformers reads files that name the framework whose layout they have.
+        safetensors.numpy.save_file(tensors, partial / "model.safetensors", {"format": "pt"})
         # Readable by others, as plain files and folders are; these were made private.
         (partial / "model.safetensors").chmod(0o644)
         partial.chmod(0o755)
@@ -141,6 +231,15 @@ def save_dspark(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _check_layers(stored: TransformerConfig, backbone: TransformerConfig) -> None:
+    """Refuses draft layers that would be others when they are read again."""
+    lost = changes(dataclasses.asdict(stored), dataclasses.asdict(backbone))
+    if lost:
+        raise ValueError(
+            f"the format holds Qwen3's layers, and the drafter's have another {'; '.join(lost)}"
+        )
 
 
 def _check_target(raw: Mapping[str, Any], target: Target) -> None:
@@ -156,6 +255,20 @@ def _check_target(raw: Mapping[str, Any], target: Target) -> None:
             f"it for its own target, or with any_target=True, with which few drafts may be "
             f"accepted"
         )
+
+
+def _restrict(model: DSpark, params: PyTree, raw: Mapping[str, Any]) -> tuple[DSpark, PyTree]:
+    """The drafter with the restrictions that an exported checkpoint had, if any."""
+    given = raw.get("specjax", {})
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"specjax must be a mapping, got {given!r}")
+    ids, candidates = given.get("draft_vocab"), _get_optional_size(given, "candidates")
+    if not isinstance(ids, list | None):
+        raise CheckpointError(f"draft_vocab must be a list of token ids, got {ids!r}")
+    try:
+        return restrict(model, params, ids, candidates)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _check_draft_ids(ids: np.ndarray, vocab_size: int) -> None:
@@ -207,9 +320,9 @@ def _config(raw: Mapping[str, Any]) -> DSparkConfig:
 
 
 def _raw_config(config: DSparkConfig, target: Target) -> dict[str, Any]:
+    """What both formats have; keys of a head that is off are left out, as DeepSpec does."""
     backbone = config.backbone
-    return {
-        "architectures": [_OWN],
+    raw = {
         "model_type": "qwen3",
         "vocab_size": backbone.vocab_size,
         "hidden_size": backbone.width,
@@ -226,14 +339,15 @@ def _raw_config(config: DSparkConfig, target: Target) -> dict[str, Any]:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov_head,
         "enable_confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_with_markov,
-        "draft_vocab_size": config.draft_vocab_size,
-        "candidates": config.candidates,
         "target_name": target.name,
         "target_fingerprint": target.fingerprint(),
     }
+    if config.markov_rank:
+        raw["markov_head_type"] = config.markov_head
+    if config.confidence_head:
+        raw["confidence_head_with_markov"] = config.confidence_with_markov
+    return raw
 
 
 def _get_bool(raw: Mapping[str, Any], key: str) -> bool:

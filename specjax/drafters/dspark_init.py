@@ -165,6 +165,21 @@ def attach_target(model: DSpark | MTP, params: PyTree, target: Target) -> PyTree
     return {**params, "embed": embed, "lm_head": {"weight": head}}
 
 
+def check_targets_own(model: DSpark, params: PyTree, target: Target) -> None:
+    """Makes sure that a drafter's embedding and head are the target's.
+
+    Raises:
+      ValueError: one is not; or a target that is not ours.
+    """
+    shared = attach_target(model, params, target)
+    for name in TARGETS_OWN:
+        if not np.array_equal(params[name]["weight"], shared[name]["weight"]):
+            raise ValueError(
+                f"the drafter's {name} is not {target.name}'s, which would take its place: "
+                f"train the rest alone (specjax.drafters.split_params)"
+            )
+
+
 def language_model_head(target: Target) -> Head:
     """The target's.
 
@@ -209,6 +224,33 @@ def restrict(
         config = dataclasses.replace(config, draft_vocab_size=len(ids))
     if candidates is not None:
         config = dataclasses.replace(config, candidates=_plain_int(candidates) or None)
+    return DSpark(config), params
+
+
+def expand(model: DSpark, params: PyTree, target: Target) -> tuple[DSpark, PyTree]:
+    """The drafter that may draft every token: what `restrict` limits is whole again.
+
+    Tokens that it could not draft get the target's rows of the head and no bias of the
+    sequential head.
+
+    Args:
+      model: the drafter.
+      params: its parameters.
+      target: of the drafter.
+
+    Raises:
+      ValueError: a trimmed drafter whose embedding or head is not the target's.
+    """
+    config = dataclasses.replace(model.config, draft_vocab_size=None, candidates=None)
+    if model.config.draft_vocab_size is not None:
+        check_targets_own(model, params, target)
+        params = {**params, "lm_head": {"weight": language_model_head(target).weight_VD}}
+        ids = params.pop("draft_ids")
+        if config.markov_rank:
+            w2_CR = params["markov"]["w2"]["weight"]
+            w2_VR = jnp.zeros((config.head_size, config.markov_rank), w2_CR.dtype)
+            w2 = {"weight": w2_VR.at[ids].set(w2_CR)}
+            params["markov"] = {**params["markov"], "w2": w2}
     return DSpark(config), params
 
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from specjax.checkpoints import CheckpointError, load_drafter, load_target
-from specjax.checkpoints.dspark import save_dspark
+from specjax.checkpoints.dspark import export_dspark, save_dspark
 from specjax.drafters import DSpark, init_dspark
 from tests.drafters.golden import FOLDER, golden_target
 from tests.toys import tiny_target
@@ -181,12 +181,13 @@ def test_what_the_format_leaves_out_must_be_the_targets(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_drafter_of_another_target_is_refused_unless_told(tmp_path):
+@pytest.mark.parametrize("write", [export_dspark, save_dspark])
+def test_a_drafter_of_another_target_is_refused_unless_told(tmp_path, write):
     target, other = tiny_target(), dataclasses.replace(tiny_target(seed=1), name="other")
     model, params = init_dspark(
         target, jax.random.key(1), num_layers=1, mask_token_id=60, markov_rank=4
     )
-    save_dspark(tmp_path / "drafter", model, params, target)
+    write(tmp_path / "drafter", model, params, target)
     found = {part.name: part.fingerprint()[:12] for part in (target, other)}
     message = rf"'tiny' \(fingerprint {found['tiny']}\), and 'other' \({found['other']}\)"
     for source in (tmp_path / "drafter", f"prompt_lookup+{tmp_path / 'drafter'}"):

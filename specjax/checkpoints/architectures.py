@@ -497,7 +497,7 @@ _GEMMA4 = Architecture(
     _gemma4_config, _UNORDERED | _SANDWICH_NORMS | _QK_NORMS | _SCALAR, _LLAMA.ignored
 )
 
-# By model_type of config.json, which is also general.architecture of GGUF.
+# By model_type of config.json.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _LLAMA,
     "mistral": Architecture(_mistral_config, _LLAMA.weights, _LLAMA.ignored),

@@ -38,8 +38,9 @@ from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
 
-_QWEN3, _OWN = "Qwen3DSparkModel", "SpecjaxDSparkModel"
-_DEEPSPEC = (_QWEN3, "Gemma4DSparkModel")
+# DeepSpec's class by the family of the draft layers; and specjax's own format.
+_DEEPSPEC = {"qwen3": "Qwen3DSparkModel", "gemma4_text": "Gemma4DSparkModel"}
+_OWN = "SpecjaxDSparkModel"
 # What DeepSpec's class asks for besides, of use in its training alone: its own value.
 _NUM_ANCHORS = 512
 
@@ -170,11 +171,9 @@ def export_dspark(
         raise ValueError(f"{target.name} was not loaded by specjax, so its depth is not known")
     whole, whole_params = expand(model, params, target)
     raw = {
-        "architectures": [_QWEN3],
+        "architectures": [_DEEPSPEC.get(whole.config.backbone.architecture)],
         **_raw_config(whole.config, target),
         "attention_bias": False,
-        "hidden_act": "silu",
-        "layer_types": ["full_attention"] * whole.config.backbone.num_layers,
         "num_target_layers": target.model.config.num_layers,
         "num_anchors": _NUM_ANCHORS,
         "dtype": dtype,
@@ -238,7 +237,8 @@ def _check_layers(stored: TransformerConfig, backbone: TransformerConfig) -> Non
     lost = changes(dataclasses.asdict(stored), dataclasses.asdict(backbone))
     if lost:
         raise ValueError(
-            f"the format holds Qwen3's layers, and the drafter's have another {'; '.join(lost)}"
+            f"the format holds layers of Qwen3 and Gemma 4, and the drafter's have another "
+            f"{'; '.join(lost)}"
         )
 
 
@@ -282,10 +282,10 @@ def _check_draft_ids(ids: np.ndarray, vocab_size: int) -> None:
 def _kind(raw: Mapping[str, Any]) -> str:
     kinds = raw.get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else None
-    if kind not in (*_DEEPSPEC, _OWN):
+    if kind not in (*_DEEPSPEC.values(), _OWN):
         raise CheckpointError(
             f"architectures names {kind!r}, which is not a drafter that can be loaded: known are "
-            f"{', '.join(_DEEPSPEC)} (DSpark and DFlash of DeepSpec) and {_OWN}"
+            f"{', '.join(_DEEPSPEC.values())} (DSpark and DFlash of DeepSpec) and {_OWN}"
         )
     return kind
 
@@ -323,7 +323,7 @@ def _raw_config(config: DSparkConfig, target: Target) -> dict[str, Any]:
     """What both formats have; keys of a head that is off are left out, as DeepSpec does."""
     backbone = config.backbone
     raw = {
-        "model_type": "qwen3",
+        **_raw_layers(backbone),
         "vocab_size": backbone.vocab_size,
         "hidden_size": backbone.width,
         "intermediate_size": backbone.mlp_width,
@@ -331,9 +331,9 @@ def _raw_config(config: DSparkConfig, target: Target) -> dict[str, Any]:
         "num_attention_heads": backbone.num_heads,
         "num_key_value_heads": backbone.num_kv_heads,
         "head_dim": backbone.head_dim,
+        "layer_types": ["full_attention"] * backbone.num_layers,
         "rms_norm_eps": backbone.norm_eps,
         "max_position_embeddings": backbone.max_len,
-        "rope_parameters": raw_rope(backbone.rope),
         "tie_word_embeddings": False,
         "target_layer_ids": list(config.taps),
         "block_size": config.block_size,
@@ -348,6 +348,24 @@ def _raw_config(config: DSparkConfig, target: Target) -> dict[str, Any]:
     if config.confidence_head:
         raw["confidence_head_with_markov"] = config.confidence_with_markov
     return raw
+
+
+def _raw_layers(backbone: TransformerConfig) -> dict[str, Any]:
+    """What is particular to the family of the draft layers, Qwen3 unless it is Gemma 4."""
+    rope = raw_rope(backbone.rope)
+    if backbone.architecture != "gemma4_text":
+        return {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": rope}
+    return {
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {"full_attention": rope},
+        "global_head_dim": backbone.head_dim,
+        "num_global_key_value_heads": backbone.num_kv_heads,
+        "attention_k_eq_v": backbone.values_from_keys,
+        "final_logit_softcapping": backbone.logit_cap,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+    }
 
 
 def _get_bool(raw: Mapping[str, Any], key: str) -> bool:

@@ -11,7 +11,8 @@ def get_config(variant: str = "") -> ConfigDict:
         task="generate",
         target="smollm2-135m",  # a known name, a Hugging Face directory or a .gguf file
         dtype="auto",  # of the weights: auto, float32 or bfloat16
-        drafter="prompt_lookup",  # a name, or the directory of a DSpark or DFlash checkpoint
+        # A name, or the directory of a DSpark or DFlash checkpoint.
+        drafter="prompt_lookup+smollm2-135m-dspark",
         candidates=config_dict.placeholder(int),  # of DSpark's sequential head; 0 is all
         any_target=False,  # whether a DSpark drafter may have been trained for another target
         prompts=("rewrite",) if smoke else ("mathematics", "code", "chat", "rewrite"),

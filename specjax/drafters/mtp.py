@@ -93,13 +93,14 @@ class MTPModule(nn.Module):
         embedded_BTD: Float[Array, "B T D"],
         positions_BT: Int[Array, "B T"],
         cache: LayerCache | None,
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], LayerCache | None]:
         """What is handed on, what the head sees, and the cache."""
         parts = [self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)]
         if self.config.concat == "h_emb":
             parts.reverse()
         x_BTD = self.projection(jnp.concatenate(parts, axis=-1))
-        x_BTD, cache = self.block(x_BTD, positions_BT, cache)
+        x_BTD, cache = self.block(x_BTD, positions_BT, cache, segments_BT)
         normed_BTD = self.final_norm(x_BTD)
         return normed_BTD if self.config.hidden_norm == "post" else x_BTD, normed_BTD, cache
 
@@ -121,16 +122,21 @@ class MTPNet(nn.Module):
         self.modules = [MTPModule(c, name=f"module_{i}") for i in range(count)]
 
     def __call__(
-        self, tokens_BT: Int[Array, "B T"], hidden_BTD: Float[Array, "B T D"]
+        self,
+        tokens_BT: Int[Array, "B T"],
+        hidden_BTD: Float[Array, "B T D"],
+        positions_BT: Int[Array, "B T"],
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T K D"]:
         """Training pass; what the head sees of each depth, at the position of its hidden state."""
-        batch, length = tokens_BT.shape
-        positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        length = tokens_BT.shape[1]
         below_BTD, seen = hidden_BTD, []
         for k in range(1, self.config.depth + 1):
             # Of the last k positions, which have no token k ahead, nothing is learnt.
             ahead_BT = jnp.pad(tokens_BT[:, k:], ((0, 0), (0, min(k, length))))
-            out_BTD, normed_BTD, _ = self.run(k, below_BTD, ahead_BT, positions_BT, None)
+            out_BTD, normed_BTD, _ = self.run(
+                k, below_BTD, ahead_BT, positions_BT, None, segments_BT
+            )
             seen.append(normed_BTD)
             if self.config.hidden_source == "chain":
                 below_BTD = out_BTD
@@ -143,10 +149,11 @@ class MTPNet(nn.Module):
         tokens_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "B T"],
         cache: LayerCache | None,
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], LayerCache | None]:
         """The module of a depth (from 1); see `MTPModule`."""
         module = self.modules[0 if self.config.shared_module else depth - 1]
-        return module(hidden_BTD, self.embed(tokens_BT), positions_BT, cache)
+        return module(hidden_BTD, self.embed(tokens_BT), positions_BT, cache, segments_BT)
 
     def logits(self, normed: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         return soft_cap(self.lm_head(normed), self.config.block.logit_cap)
@@ -190,7 +197,7 @@ class MTP:
         tokens = jnp.zeros((1, 1), jnp.int32)
         hidden = jnp.zeros((1, 1, self.config.block.width), jnp.float32)
         net = MTPNet(self.config)
-        params = net.init(key, tokens, hidden)["params"]
+        params = net.init(key, tokens, hidden, tokens)["params"]
         head = net.init(key, hidden, method="logits")["params"]
         return {**params, **head}
 
@@ -205,7 +212,12 @@ class MTP:
         return MTPState(TransformerTarget(layers).init_cache(batch, slots), hidden_BKD)
 
     def forward(
-        self, params: PyTree, tokens_BT: Int[Array, "B T"], hidden_BTD: Float[Array, "B T D"]
+        self,
+        params: PyTree,
+        tokens_BT: Int[Array, "B T"],
+        hidden_BTD: Float[Array, "B T D"],
+        positions_BT: Int[Array, "B T"],
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T K D"]:
         """Training pass over whole sequences.
 
@@ -214,12 +226,16 @@ class MTP:
           tokens_BT: token ids.
           hidden_BTD: the target's hidden states, before or after its final norm as the
             configuration says.
+          positions_BT: of the tokens in their documents.
+          segments_BT: documents that share a row, which do not see each other.
 
         Returns:
           What the head sees, by position i and depth k: its logits (`head_logits`) are those
-          of token i + k + 1. The last k positions of depth k mean nothing.
+          of token i + k + 1. The last k positions of a row or document mean nothing.
         """
-        out: Any = MTPNet(self.config).apply({"params": params}, tokens_BT, hidden_BTD)
+        out: Any = MTPNet(self.config).apply(
+            {"params": params}, tokens_BT, hidden_BTD, positions_BT, segments_BT
+        )
         return out
 
     def head_logits(

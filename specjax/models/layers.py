@@ -194,6 +194,7 @@ def attend(
     scale: float | None = None,
     cap: float | None = None,
     window: int | None = None,
+    segments_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245), softmax in float32.
 
@@ -203,7 +204,8 @@ def attend(
     Gimelshein, arXiv 1805.02867): the cost follows the live length, not the cache's. Given
     `own`, the queries are A blocks of G positions, and each sees all keys of its own block
     besides. Products of queries and keys are multiplied by `scale` (None is 1 / sqrt(H)) and
-    then held below the soft cap c as c tanh(x / c) (Gemma 2, arXiv 2408.00118).
+    then held below the soft cap c as c tanh(x / c) (Gemma 2, arXiv 2408.00118). Given
+    `segments_BT`, the keys are those of the queries' own pass, and each sees its segment alone.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads, slots = k_BKSH.shape[1:3]
@@ -224,6 +226,9 @@ def attend(
         visible_BQs = behind_BQs >= 0
         if window is not None:
             visible_BQs &= behind_BQs < window
+        if segments_BT is not None:
+            segments_BQ = jnp.tile(segments_BT, (1, groups))
+            visible_BQs &= segments_BQ[:, :, None] == segments_BT[:, None, :]
         return jnp.where(visible_BQs[:, None], scores_BKQs, _MASKED)
 
     def weigh(weights_BKQs: Array, v_BKsH: Array) -> Array:
@@ -319,8 +324,9 @@ class Attention(nn.Module):
         x_BTD: Float[Array, "B T D"],
         positions_BT: Int[Array, "B T"],
         cache: LayerCache | None,
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Causal, over the cache or, without one, over the pass itself."""
+        """Causal, over the cache or, without one, over the pass itself (or its segments)."""
         q_BTNH = self._queries(x_BTD, positions_BT)
         k_BTKH, v_BTKH = self.keys_values(x_BTD, positions_BT)
         if cache is None:
@@ -334,7 +340,9 @@ class Attention(nn.Module):
                 jnp.arange(k_BKSH.shape[2], dtype=jnp.int32)[None],
                 jnp.max(positions_BT) + 1,
             )
-        out_BTNH = self._attend(q_BTNH, k_BKSH, v_BKSH, positions_BT, slots_BS, live)
+        out_BTNH = self._attend(
+            q_BTNH, k_BKSH, v_BKSH, positions_BT, slots_BS, live, segments_BT=segments_BT
+        )
         return self._output(out_BTNH), cache
 
     def inject(
@@ -382,9 +390,10 @@ class Attention(nn.Module):
             q_BTNH = self.q_norm(q_BTNH)
         return rotate(q_BTNH, positions_BT, self.config.rope)
 
-    def _attend(self, *args: Any) -> Array:
+    def _attend(self, *args: Any, **options: Any) -> Array:
         c = self.config
-        return attend(*args, scale=c.attention_scale, cap=c.attention_cap, window=c.window)
+        options |= {"scale": c.attention_scale, "cap": c.attention_cap, "window": c.window}
+        return attend(*args, **options)
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
@@ -429,8 +438,10 @@ class Block(nn.Module):
         x_BTD: Float[Array, "B T D"],
         positions_BT: Int[Array, "B T"],
         cache: LayerCache | None,
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), positions_BT, cache)
+        normed_BTD = self.attention_norm(x_BTD)
+        mixed_BTD, cache = self.attention(normed_BTD, positions_BT, cache, segments_BT)
         return self._add(x_BTD, mixed_BTD), cache
 
     def inject(

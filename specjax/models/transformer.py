@@ -37,6 +37,7 @@ class Transformer(nn.Module):
         *,
         taps: tuple[int, ...] = (),
         logits: Literal["all", "last", "none"] = "all",
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> TargetOutput:
         c = self.config
         embed = Embedding(c.vocab_size, c.width, c.embed_scale, name="embed")
@@ -45,7 +46,8 @@ class Transformer(nn.Module):
         layers = []
         for i in range(c.num_layers):
             layer = None if cache is None else cache[i]
-            x_BTD, layer = Block(c.layer(i), name=f"layer_{i}")(x_BTD, positions_BT, layer)
+            block = Block(c.layer(i), name=f"layer_{i}")
+            x_BTD, layer = block(x_BTD, positions_BT, layer, segments_BT)
             tapped[i] = x_BTD
             layers.append(layer)
         hidden_BTD = RMSNorm(c.norm_eps, name="final_norm")(x_BTD)
@@ -136,17 +138,21 @@ class TransformerTarget:
         *,
         taps: tuple[int, ...] = (),
         logits: Literal["all", "last", "none"] = "all",
+        segments: Int[Array, "B T"] | None = None,
     ) -> TargetOutput:
         """One causal pass over T positions of every row.
 
         Writes keys and values at `positions` of the cache (out of range: dropped)
         and attends to every slot at or before each query's own position. With
         `cache=None` the pass attends to itself alone. `taps` are layer indices
-        whose outputs (before the final norm) are returned; -1 is the embedding.
+        whose outputs (before the final norm) are returned; -1 is the embedding. Without a
+        cache, `segments` keep documents of a row apart: each position attends to its own.
 
         Raises:
-          ValueError: a tap that is not a layer of this model.
+          ValueError: a tap that is not a layer of this model, or segments with a cache.
         """
+        if segments is not None and cache is not None:
+            raise ValueError("segments are for passes without a cache")
         wrong = [i for i in taps if not -1 <= i < self.config.num_layers]
         if wrong:
             raise ValueError(
@@ -154,6 +160,12 @@ class TransformerTarget:
                 f"(the embedding) to {self.config.num_layers - 1}"
             )
         out = Transformer(self.config).apply(
-            {"params": params}, tokens, positions, cache, taps=taps, logits=logits
+            {"params": params},
+            tokens,
+            positions,
+            cache,
+            taps=taps,
+            logits=logits,
+            segments_BT=segments,
         )
         return cast(TargetOutput, out)

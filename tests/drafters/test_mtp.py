@@ -115,7 +115,7 @@ def test_training_pass_equals_a_slow_one(options):
     target, model, params = make(3, options)
     tokens = np.random.default_rng(0).integers(61, size=(1, 12))
     hidden = hidden_of(target, model, tokens)
-    got = jax.jit(model.forward)(params, jnp.asarray(tokens), hidden)
+    got = jax.jit(model.forward)(params, jnp.asarray(tokens), hidden, jnp.arange(12)[None])
     below, table = np.asarray(hidden[0]), np.asarray(params["embed"]["weight"])
     for k in (1, 2, 3):
         module = params["module_0" if model.config.shared_module else f"module_{k - 1}"]

@@ -63,6 +63,20 @@ def test_logits_can_be_left_out(target):
     np.testing.assert_allclose(none.hidden, whole.hidden, rtol=1e-4, atol=1e-5)
 
 
+def test_segments_of_a_row_are_passes_of_their_own(target):
+    rows = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    tokens = jnp.array([[token for row in rows for token in row]])
+    positions = jnp.concatenate([jnp.arange(len(row)) for row in rows])[None]
+    segments = jnp.repeat(jnp.arange(3), jnp.array([3, 2, 4]))[None]
+    out = target.model.apply(target.params, tokens, positions, None, segments=segments)
+    apart = [target.forward(jnp.array([row])).logits[0] for row in rows]
+    np.testing.assert_allclose(out.logits[0], jnp.concatenate(apart), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="without a cache"):
+        target.model.apply(
+            target.params, tokens, positions, target.model.init_cache(1, 16), segments=segments
+        )
+
+
 @pytest.mark.parametrize("window", [1, 100, 300, 700])
 def test_windows_over_blocks_of_slots_equal_one_softmax(rng, window):
     """Rows at other positions, in a cache of several blocks; slots past the window hold noise."""

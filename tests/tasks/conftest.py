@@ -19,6 +19,8 @@ def get_config():
         spec.loader.exec_module(module)
         config = module.get_config("smoke")
         config.lock()
+        if name == "quickstart":
+            overrides = {"drafter": "prompt_lookup", **overrides}  # its own is SmolLM2's
         small = {"max_new_tokens": 6, "draft_len": 3, "compilation_cache": "off"}
         config.update({key: value for key, value in small.items() if key in config})
         config.update_from_flattened_dict(overrides)

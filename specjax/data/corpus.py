@@ -1,0 +1,122 @@
+"""Plain text to train models on: files, a tokeniser, and documents packed into rows."""
+
+import glob
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END = "<|endoftext|>"  # of a document, for tokenisers that are trained here
+
+
+class PackedRow(NamedTuple):
+    """Documents side by side, for `collate`-like stacking.
+
+    Attributes:
+      tokens_T: token ids; every document ends with the end token.
+      segments_T: documents of the row, counted from 1; 0 is padding.
+      positions_T: from 0 on in every document, or in what the row has of it.
+    """
+
+    tokens_T: Int[np.ndarray, " T"]
+    segments_T: Int[np.ndarray, " T"]
+    positions_T: Int[np.ndarray, " T"]
+
+
+def find_documents(pattern: str) -> list[Path]:
+    """The files of a corpus, in order of their names.
+
+    Args:
+      pattern: a glob ("books/**/*.txt"); "" is the Python standard library's own sources,
+        which any machine has.
+
+    Raises:
+      ValueError: no such files.
+    """
+    if pattern:
+        files = [Path(name) for name in glob.glob(pattern, recursive=True)]
+    else:
+        library = Path(sysconfig.get_path("stdlib"))
+        files = [
+            path
+            for path in library.rglob("*.py")
+            if not {"site-packages", "dist-packages"} & set(path.relative_to(library).parts)
+        ]
+    files = sorted(path for path in files if path.is_file())
+    if not files:
+        raise ValueError(f"no file matches {pattern or 'the standard library'!r}")
+    return files
+
+
+def read_documents(files: Iterable[Path]) -> Iterator[str]:
+    """The texts of files, in order; empty ones and those that are no UTF-8 are left out."""
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            yield text
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """A byte-level BPE tokeniser (Radford et al., 2019) of the texts.
+
+    Args:
+      texts: to learn merges from.
+      vocab_size: tokens in all, the 256 bytes and the end token among them.
+
+    Raises:
+      ValueError: too small a vocabulary.
+    """
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size must be at least 257 (bytes and end token), got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def pack(documents: Iterable[Sequence[int]], end: int, length: int) -> Iterator[PackedRow]:
+    """Rows of `length` tokens, in which documents follow each other.
+
+    A document that does not end within its row goes on in the next, as a segment of its own.
+    The last row is padded.
+
+    Args:
+      documents: token ids.
+      end: id of the end token, put after every document.
+      length: T of a row.
+    """
+    row: list[tuple[int, int, int]] = []
+    segment = 0
+    for document in documents:
+        segment, position = segment + 1, 0
+        for token in (*document, end):
+            if len(row) == length:
+                yield _row(row)
+                row, segment, position = [], 1, 0
+            row.append((token, segment, position))
+            position += 1
+    if row:
+        yield _row(row + [(end, 0, 0)] * (length - len(row)))
+
+
+def _row(entries: list[tuple[int, int, int]]) -> PackedRow:
+    return PackedRow(*np.array(entries, np.int32).T)

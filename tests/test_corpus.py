@@ -1,0 +1,61 @@
+"""Corpora of plain text: files, tokenisers and packing."""
+
+import numpy as np
+import pytest
+
+from specjax.data.corpus import END, find_documents, pack, read_documents, train_tokenizer
+
+
+def test_rows_hold_the_documents_in_order():
+    documents = [[1, 2, 3], [], [4, 5], [6] * 9]
+    rows = list(pack(documents, end=0, length=5))
+    assert [row.tokens_T.tolist() for row in rows] == [
+        [1, 2, 3, 0, 0],
+        [4, 5, 0, 6, 6],
+        [6, 6, 6, 6, 6],
+        [6, 6, 0, 0, 0],
+    ]
+    assert [row.segments_T.tolist() for row in rows] == [
+        [1, 1, 1, 1, 2],
+        [1, 1, 1, 2, 2],
+        [1, 1, 1, 1, 1],
+        [1, 1, 1, 0, 0],
+    ]
+    assert [row.positions_T.tolist() for row in rows] == [
+        [0, 1, 2, 3, 0],
+        [0, 1, 2, 0, 1],
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 0, 0],
+    ]
+    assert list(pack([], end=0, length=5)) == []
+
+
+def test_a_trained_tokenizer_gives_texts_back():
+    text = "def f(x):\n    return x + 1  # naïve, 日本 \U0001f600\n" * 20
+    tokenizer = train_tokenizer([text], 300)
+    assert len(tokenizer) <= 300
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) < len(text.encode()) / 2
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == END
+    with pytest.raises(ValueError, match="at least 257"):
+        train_tokenizer([text], 256)
+
+
+def test_documents_of_files(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    files = find_documents(f"{tmp_path}/*.txt")
+    assert list(read_documents(files)) == ["first", "second"]
+    with pytest.raises(ValueError, match="no file matches"):
+        find_documents(f"{tmp_path}/*.md")
+
+
+def test_any_machine_has_a_corpus():
+    files = find_documents("")
+    names = {file.name for file in files}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any("site-packages" in file.parts for file in files)
+    assert np.mean([file.stat().st_size for file in files]) > 1000

@@ -6,6 +6,8 @@ shape, initialiser and logical axis names. Axis letters: docs/notation.md.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -37,6 +39,10 @@ class OwnBlock(NamedTuple):
 
     k_BKAGH: Float[Array, "B K A G H"]
     v_BKAGH: Float[Array, "B K A G H"]
+
+
+# Of a softmax over keys so far: the largest score, the sum of weights, that of weighted values.
+Running = tuple[Array, Array, Array]
 
 
 def matmul(x: Float[Array, "*rows I"], weight_OI: Float[Array, "O I"]) -> Float[Array, "*rows O"]:
@@ -244,53 +250,39 @@ def attend(
         out_BKrAGH = jnp.einsum("BKrAGg,BKAgH->BKrAGH", weights_BKrAGg, v_BKAGH)
         return out_BKrAGH.reshape(q_BKQH.shape)
 
-    def add_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(carry: Running, scores_BKQs: Array, weigh: Callable[[Array], Array]) -> Running:
         largest_BKQ1, total_BKQ1, sum_BKQH = carry
-
-        def block(array: Array, axis: int) -> Array:
-            return lax.dynamic_slice_in_dim(array, i * BLOCK, BLOCK, axis)
-
-        scores_BKQs = scores(block(k_BKSH, 2), block(k_positions_BS, 1))
-        new_BKQ1 = jnp.maximum(largest_BKQ1, jnp.max(scores_BKQs, axis=-1, keepdims=True))
+        # The result does not depend on what is subtracted.
+        new_BKQ1 = lax.stop_gradient(
+            jnp.maximum(largest_BKQ1, jnp.max(scores_BKQs, axis=-1, keepdims=True))
+        )
         weights_BKQs = jnp.exp(scores_BKQs - new_BKQ1)
         shrink_BKQ1 = jnp.exp(largest_BKQ1 - new_BKQ1)
         total_BKQ1 = total_BKQ1 * shrink_BKQ1 + jnp.sum(weights_BKQs, axis=-1, keepdims=True)
-        return new_BKQ1, total_BKQ1, sum_BKQH * shrink_BKQ1 + weigh(weights_BKQs, block(v_BKSH, 2))
+        return new_BKQ1, total_BKQ1, sum_BKQH * shrink_BKQ1 + weigh(weights_BKQs)
 
+    def add_slots(carry: Running, k_BKsH: Array, v_BKsH: Array, k_positions_Bs: Array) -> Running:
+        return add(carry, scores(k_BKsH, k_positions_Bs), partial(weigh, v_BKsH=v_BKsH))
+
+    def add_block(i: Array, carry: Running) -> Running:
+        arrays = ((k_BKSH, 2), (v_BKSH, 2), (k_positions_BS, 1))
+        blocks = (lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, axis) for x, axis in arrays)
+        return add_slots(carry, *blocks)
+
+    row_BKQ1 = jnp.zeros((*rows, 1), jnp.float32)
+    carry = (row_BKQ1 + 2 * _MASKED, row_BKQ1, jnp.zeros_like(q_BKQH))
+    if own is not None:
+        carry = add(carry, own_scores(own.k_BKAGH), partial(weigh_own, v_BKAGH=own.v_BKAGH))
     if live is None or slots % BLOCK or slots == BLOCK:
-        scores_BKQs = scores(k_BKSH, k_positions_BS)
-        if own is None:
-            out_BKQH = weigh(jax.nn.softmax(scores_BKQs, axis=-1), v_BKSH)
-        else:
-            scores_BKQg = own_scores(own.k_BKAGH)
-            largest_BKQ1 = lax.stop_gradient(
-                jnp.maximum(
-                    *(jnp.max(s, axis=-1, keepdims=True) for s in (scores_BKQs, scores_BKQg))
-                )
-            )
-            weights_BKQs = jnp.exp(scores_BKQs - largest_BKQ1)
-            weights_BKQg = jnp.exp(scores_BKQg - largest_BKQ1)
-            total_BKQ1 = sum(
-                jnp.sum(w, axis=-1, keepdims=True) for w in (weights_BKQs, weights_BKQg)
-            )
-            sum_BKQH = weigh(weights_BKQs, v_BKSH) + weigh_own(weights_BKQg, own.v_BKAGH)
-            out_BKQH = sum_BKQH / total_BKQ1
+        carry = add_slots(carry, k_BKSH, v_BKSH, k_positions_BS)
     else:
-        if own is None:
-            row_BKQ1 = jnp.zeros((*rows, 1), jnp.float32)
-            start = (row_BKQ1 + 2 * _MASKED, row_BKQ1, jnp.zeros_like(q_BKQH))
-        else:
-            scores_BKQg = own_scores(own.k_BKAGH)
-            largest_BKQ1 = jnp.max(scores_BKQg, axis=-1, keepdims=True)
-            weights_BKQg = jnp.exp(scores_BKQg - largest_BKQ1)
-            total_BKQ1 = jnp.sum(weights_BKQg, axis=-1, keepdims=True)
-            start = (largest_BKQ1, total_BKQ1, weigh_own(weights_BKQg, own.v_BKAGH))
         blocks = jnp.clip((live + BLOCK - 1) // BLOCK, 1, slots // BLOCK).astype(jnp.int32)
         first = jnp.int32(0)
         if window is not None:
             first = jnp.clip((jnp.min(q_positions_BT) - window + 1) // BLOCK, 0, blocks - 1)
-        _, total_BKQ1, sum_BKQH = lax.fori_loop(first, blocks, add_block, start)
-        out_BKQH = sum_BKQH / total_BKQ1
+        carry = lax.fori_loop(first, blocks, add_block, carry)
+    _, total_BKQ1, sum_BKQH = carry
+    out_BKQH = sum_BKQH / total_BKQ1
     return (
         out_BKQH.reshape(batch, num_kv_heads, groups, length, head_dim)
         .transpose(0, 3, 1, 2, 4)

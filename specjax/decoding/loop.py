@@ -90,7 +90,7 @@ def init_decode_state(
         _pad_stop_ids(stop_ids, target.vocab_size),
         # Rows that only fill the batch repeat the last one's parameters.
         jax.tree.map(
-            lambda row: jnp.pad(row, [spare] + [(0, 0)] * (row.ndim - 1), mode="edge"), params
+            lambda row: np.pad(row, [spare] + [(0, 0)] * (row.ndim - 1), mode="edge"), params
         ),
         np.int32(room),
         penalised=penalised,

@@ -65,25 +65,23 @@ class SamplingParams:
     seed_B: Integer[AnyArray, " B"] | int = 0
 
     def rows(self, batch: int, vocab_size: int) -> "SamplingParams":
-        """The same parameters as checked arrays with one entry a row.
+        """The same parameters as checked NumPy arrays with one entry a row.
 
         Raises:
           ValueError: a value out of its range, or an array of the wrong length.
         """
-        columns = {
-            name: jnp.array(_column(name, getattr(self, name), rule, batch))
-            for name, rule in _RULES.items()
+        columns: dict[str, Any] = {
+            name: _column(name, getattr(self, name), rule, batch) for name, rule in _RULES.items()
         }
-        return SamplingParams(**columns, logit_bias=_dense_bias(self.logit_bias, batch, vocab_size))
+        columns["logit_bias"] = _dense_bias(self.logit_bias, batch, vocab_size)
+        return SamplingParams(**columns)
 
     @property
     def penalised_B(self) -> Bool[AnyArray, " B"]:
         """Rows whose logits depend on the tokens before."""
-        return (
-            (jnp.asarray(self.repetition_penalty_B) != 1.0)
-            | (jnp.asarray(self.frequency_penalty_B) != 0.0)
-            | (jnp.asarray(self.presence_penalty_B) != 0.0)
-        )
+        rows: Any = self  # of arrays
+        repeated_B, frequent_B = rows.repetition_penalty_B != 1.0, rows.frequency_penalty_B != 0.0
+        return repeated_B | frequent_B | (rows.presence_penalty_B != 0.0)
 
 
 class _Rule(NamedTuple):
@@ -121,7 +119,7 @@ def _column(name: str, value: Any, rule: _Rule, batch: int) -> np.ndarray:
     return np.broadcast_to(value.astype(rule.dtype), batch)
 
 
-def _dense_bias(bias: Any, batch: int, vocab_size: int) -> Array | None:
+def _dense_bias(bias: Any, batch: int, vocab_size: int) -> np.ndarray | None:
     if bias is None:
         return None
     if isinstance(bias, Mapping):
@@ -140,7 +138,7 @@ def _dense_bias(bias: Any, batch: int, vocab_size: int) -> Array | None:
             f"logit_bias must be {batch} rows of {vocab_size} numbers below infinity, "
             f"got shape {bias.shape}"
         )
-    return jnp.array(bias)
+    return bias
 
 
 @struct.dataclass
@@ -236,7 +234,7 @@ class RoundStats:
         # Arrays of their own: a donated state must not hold one buffer twice.
         row, grid = (batch,), (batch, draft_len)
         shapes = [row, row, grid, grid, grid, row, row]
-        return cls(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
+        return cls(*(jax.device_put(np.zeros(shape, np.int32)) for shape in shapes))
 
 
 class LogProbs(NamedTuple):

@@ -127,9 +127,14 @@ class Trainer:
             schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm
         )
         trained, self._fixed = split_params(params)
-        # Copies: a step donates the state, and these may be shared with the target.
-        trained = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
-        self.state = TrainState(trained, self._optimizer.init(trained), jnp.int32(0))
+
+        @jax.jit
+        def first_state(params: PyTree) -> TrainState:
+            # Copies: a step donates the state, and these may be shared with the target.
+            params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
+            return TrainState(params, self._optimizer.init(params), jnp.int32(0))
+
+        self.state = first_state(trained)
         self._head = head
         static = {"model": model, "settings": settings}
         self._step = jax.jit(
@@ -233,9 +238,7 @@ class Trainer:
                     key,
                 )
             )
-        weights = jnp.stack([part.weight for part in parts])
-        mean = partial(jnp.average, axis=0, weights=weights)
-        return jax.tree.map(lambda *leaves: mean(jnp.stack(leaves)), *parts)
+        return _mean(parts)
 
     def _batches(self) -> Any:
         """An iterator of the run's batches, whose position can be stored."""
@@ -294,6 +297,14 @@ class Trainer:
                 "data": self._data.identity,
             }
         )
+
+
+@jax.jit
+def _mean(parts: list[Losses]) -> Losses:
+    """Weighted as the parts' positions are."""
+    weights = jnp.stack([part.weight for part in parts])
+    mean = partial(jnp.average, axis=0, weights=weights)
+    return jax.tree.map(lambda *leaves: mean(jnp.stack(leaves)), *parts)
 
 
 def _batch_losses(

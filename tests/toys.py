@@ -1,12 +1,15 @@
 """Tiny models whose distributions are known exactly, and a tiny random transformer."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.decoding.sampling import draw_draft
+from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DraftDist, Proposal, SamplingState, TargetOutput
 from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
@@ -82,10 +85,34 @@ class ScriptedDrafter:
 def sampling_state(params, batch, vocab_size):
     """Rows of one-token prompts without stop tokens or penalties."""
     return SamplingState(
-        params.rows(batch, vocab_size), jnp.full((batch, 1), -1), jnp.ones(batch, jnp.int32)
+        params.rows(batch, vocab_size), np.full((batch, 1), -1, np.int32), np.ones(batch, np.int32)
     )
 
 
+# Compiled whole: run operation by operation, each would be a program of its own.
+jitted_step = jax.jit(speculate_step, static_argnames=("target", "drafter", "config"))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "method"))
+def call(model, method, *args):
+    """A method of a drafter or a target, compiled whole."""
+    return getattr(model, method)(*args)
+
+
+def new_tokens(state):
+    """Output tokens of each row."""
+    fields = (state.tokens_BS, state.sampling.prompt_len_B, state.length_B)
+    rows = zip(*jax.device_get(fields), strict=True)
+    return [tokens[start:end].tolist() for tokens, start, end in rows]
+
+
+def texts(state):
+    """Committed tokens of each row, prompt and output."""
+    rows = zip(*jax.device_get((state.tokens_BS, state.length_B)), strict=True)
+    return [tokens[:length].tolist() for tokens, length in rows]
+
+
+@functools.cache
 def tiny_target(seed: int = 0, vocab_size: int = 61, max_len: int = 256) -> Target:
     """A random two-layer transformer with varied greedy output."""
     config = TransformerConfig(
@@ -101,6 +128,11 @@ def tiny_target(seed: int = 0, vocab_size: int = 61, max_len: int = 256) -> Targ
         max_len=max_len,
     )
     model = TransformerTarget(config)
-    params = nn.unbox(model.init_params(jax.random.key(seed)))
-    params = jax.tree.map(lambda x: x * 2.0, params)  # sharper, so that outputs vary
+
+    @jax.jit
+    def make(key):
+        params = nn.unbox(model.init_params(key))
+        return jax.tree.map(lambda x: x * 2.0, params)  # sharper, so that outputs vary
+
+    params = make(jax.random.key(seed))
     return Target(model, params, None, (), "tiny", "float32")

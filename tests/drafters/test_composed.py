@@ -3,11 +3,9 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import specjax
 from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.sampling import draft_distribution
@@ -15,7 +13,7 @@ from specjax.decoding.types import DecodeConfig, SamplingParams
 from specjax.drafters import Composed, Drafter, NoDrafter, PromptLookup
 from specjax.models.transformer import TransformerTarget
 from tests.drafters.golden import FOLDER, golden_drafter, golden_target
-from tests.toys import sampling_state
+from tests.toys import call, jitted_step, new_tokens, sampling_state, texts
 
 REPEATING, FRESH = [5, 6, 7, 8, 5, 6, 7], [11, 3, 60, 9, 2]
 DRAFT_LEN, MODEL_LEN = 4, 2
@@ -38,22 +36,27 @@ def start(drafter, prompts, config, target=None, **options):
 
 def propose(drafter, state, draft_len):
     keys = jax.random.split(jax.random.key(0), (len(state.length_B), DRAFT_LEN))
-    last_B1 = state.length_B[:, None] - 1
-    anchor_B = jnp.take_along_axis(state.tokens_BS, last_B1, axis=1)[:, 0]
+    anchor_B = np.array([text[-1] for text in texts(state)])
     sampling = sampling_state(SamplingParams(temperature_B=0.9), len(anchor_B), 97)
-    return jax.jit(drafter.model.propose)(
-        drafter.params, state.drafter_state, anchor_B, state.length_B, sampling, keys[:, :draft_len]
-    )[0]
+    proposal, _ = call(
+        drafter.model, "propose", drafter.params, state.drafter_state, anchor_B, state.length_B,
+        sampling, keys[:, :draft_len],
+    )  # fmt: skip
+    return jax.device_get(proposal)
+
+
+def with_last_tokens(state, last):
+    """The state with other last tokens, which decide what is looked up."""
+    tokens_BS = np.array(state.tokens_BS)
+    tokens_BS[np.arange(len(last)), np.asarray(state.length_B) - 1] = last
+    return dataclasses.replace(state, tokens_BS=tokens_BS)
 
 
 @pytest.mark.parametrize("restriction", RESTRICTED)
 def test_each_row_has_the_drafts_and_the_q_of_its_part(restriction):
     whole, model = composed(**restriction), golden_drafter("dspark_gated", **restriction)
-    # The row's last token, which decides what is looked up, is the prefill's.
     state, _ = start(whole, [REPEATING, FRESH], DecodeConfig(DRAFT_LEN))
-    tokens_BS = state.tokens_BS.at[0, state.length_B[0] - 1].set(8)
-    tokens_BS = tokens_BS.at[1, state.length_B[1] - 1].set(60)
-    state = dataclasses.replace(state, tokens_BS=tokens_BS)
+    state = with_last_tokens(state, [8, 60])
     got = propose(whole, state, DRAFT_LEN)
     part = dataclasses.replace(state, drafter_state=state.drafter_state[1])
     expected = propose(model, part, MODEL_LEN)
@@ -63,11 +66,12 @@ def test_each_row_has_the_drafts_and_the_q_of_its_part(restriction):
     assert got.tokens_BG[1, :MODEL_LEN].tolist() == expected.tokens_BG[1].tolist()
     assert got.confidence_BG[0].tolist() == pytest.approx([0.9] * DRAFT_LEN)
     np.testing.assert_array_equal(got.confidence_BG[1, :MODEL_LEN], expected.confidence_BG[1])
+    q = jax.jit(draft_distribution, static_argnums=2)
     for k in range(DRAFT_LEN):
-        q_BV = draft_distribution(got.dist, jnp.full(2, k), 97)
+        q_BV = np.asarray(q(got.dist, np.full(2, k), 97))
         np.testing.assert_array_equal(q_BV[0], np.eye(97)[got.tokens_BG[0, k]])
         if k < MODEL_LEN:
-            one_BV = draft_distribution(expected.dist, jnp.full(2, k), 97)
+            one_BV = np.asarray(q(expected.dist, np.full(2, k), 97))
             np.testing.assert_array_equal(q_BV[1], one_BV[1])
 
 
@@ -89,8 +93,7 @@ def test_output_is_the_targets_own(restriction, temperature):
         config = DecodeConfig(draft_len, acceptance="coupled")
         state, static = start(drafter, prompts, config, **options)
         state = decode(golden_target().params, drafter.params, state, **static)
-        rows = zip(state.tokens_BS, state.length_B, strict=True)
-        return [tokens[:length].tolist() for tokens, length in rows], state.stats
+        return new_tokens(state), jax.device_get(state.stats)
 
     expected, _ = run(Drafter(NoDrafter(), (), "none"), 0)
     got, stats = run(composed(**restriction), DRAFT_LEN)
@@ -118,13 +121,10 @@ _SEEN: list[int] = []
 def test_a_round_costs_the_pass_of_its_longest_draft(prompt, positions):
     drafter, config = composed(), DecodeConfig(DRAFT_LEN)
     state, static = start(drafter, [prompt], config, target=Counting(golden_target().model.config))
-    length = int(state.length_B[0])
-    last = 33 if prompt == FRESH else 4
-    state = dataclasses.replace(state, tokens_BS=state.tokens_BS.at[0, length - 1].set(last))
-    step = jax.jit(specjax.speculate_step, static_argnames=("target", "drafter", "config"))
+    state = with_last_tokens(state, [33 if prompt == FRESH else 4])
     jax.effects_barrier()
     _SEEN.clear()
-    jax.block_until_ready(step(golden_target().params, drafter.params, state, **static))
+    jax.block_until_ready(jitted_step(golden_target().params, drafter.params, state, **static))
     jax.effects_barrier()
     assert [int(count) for count in _SEEN] == [positions]
 
@@ -134,12 +134,10 @@ def test_state_after_rounds_equals_one_built_from_the_text():
     """Of both parts, whatever was accepted."""
     drafter, prompts = composed("dspark_rnn"), [REPEATING * 2, FRESH, [4] * 9]
     state, static = start(drafter, prompts, DecodeConfig(DRAFT_LEN), temperature_B=0.7, seed_B=1)
-    step = jax.jit(specjax.speculate_step, static_argnames=("target", "drafter", "config"))
     for _ in range(6):
-        state, _ = step(golden_target().params, drafter.params, state, **static)
-    texts = [state.tokens_BS[row, : int(state.length_B[row])].tolist() for row in range(3)]
-    rebuilt, _ = start(drafter, texts, DecodeConfig(DRAFT_LEN))
-    for row, text in enumerate(texts):
+        state, _ = jitted_step(golden_target().params, drafter.params, state, **static)
+    rebuilt, _ = start(drafter, texts(state), DecodeConfig(DRAFT_LEN))
+    for row, text in enumerate(texts(state)):
         live = len(text) - 1
         left, right = state.drafter_state, rebuilt.drafter_state
         np.testing.assert_array_equal(left[0][row, :live], right[0][row, :live])

@@ -1,6 +1,7 @@
 """DSpark and DFlash against the recorded reference, and against their own training path."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -12,34 +13,53 @@ from specjax.decoding.accept import accept_rejection
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.sampling import draft_distribution, draft_probs, process_logits
 from specjax.decoding.schedule import ThresholdPolicy
-from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DecodeConfig, DraftDist, SamplingParams
 from specjax.drafters import Drafter, DSpark, DSparkConfig, NoDrafter, init_dspark
-from specjax.drafters.dspark import DSparkNet
 from specjax.drafters.dspark_init import restrict, unused_token
 from tests.drafters.golden import CLOSE, KINDS, golden_drafter, golden_target, recorded
-from tests.toys import sampling_state, tiny_target
-
-jitted_step = jax.jit(speculate_step, static_argnames=("target", "drafter", "config"))
-
-
-def method(drafter: Drafter, name: str, *args):
-    net = DSparkNet(drafter.model.config)
-    return jax.jit(lambda *args: net.apply({"params": drafter.params}, *args, method=name))(*args)
+from tests.reference import softmax
+from tests.toys import call, jitted_step, new_tokens, sampling_state, texts, tiny_target
 
 
-def split_taps(features_BTC: np.ndarray, taps: int = 2) -> jnp.ndarray:
+def split_taps(features_BTC: np.ndarray, taps: int = 2) -> np.ndarray:
     """The recorded features have the taps side by side."""
-    return jnp.asarray(features_BTC.reshape(*features_BTC.shape[:2], taps, -1))
+    return features_BTC.reshape(*features_BTC.shape[:2], taps, -1)
 
 
 def observe(drafter, state, features_BTMD, start, count):
     """Takes in the first `count` of one row's features; tokens and last hidden are not used."""
-    shape = features_BTMD.shape[:2]
-    return drafter.model.observe(
-        drafter.params, state, jnp.zeros(shape, jnp.int32), features_BTMD,
-        features_BTMD[:, :, 0], jnp.array([start]), jnp.array([count]),
+    features_BTMD = np.asarray(features_BTMD)
+    return call(
+        drafter.model, "observe", drafter.params, state,
+        np.zeros(features_BTMD.shape[:2], np.int32), features_BTMD, features_BTMD[:, :, 0],
+        np.array([start]), np.array([count]),
     )  # fmt: skip
+
+
+def propose(drafter, state, anchor_B, length_B, sampling, keys_BG):
+    """The proposal as NumPy arrays, and the state after it."""
+    proposal, state = call(
+        drafter.model, "propose", drafter.params, state, anchor_B, length_B, sampling, keys_BG
+    )
+    return jax.device_get(proposal), state
+
+
+def forward(drafter, features_BTMD, tokens_BAG, previous_BAG, anchors_BA):
+    """The training pass, as NumPy arrays."""
+    return jax.device_get(
+        call(
+            drafter.model, "forward", drafter.params, features_BTMD, tokens_BAG, previous_BAG,
+            anchors_BA,
+        )
+    )  # fmt: skip
+
+
+def sigmoid(logits):
+    return 1 / (1 + np.exp(-logits))
+
+
+def repeat_rows(tree, rows):
+    return jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf), rows, axis=0), tree)
 
 
 # --- The training pass -------------------------------------------------------------------
@@ -51,13 +71,8 @@ def test_training_pass_equals_the_reference(kind):
     anchors, keep = gold["anchor_positions"], gold["block_keep_mask"]
     tokens = np.full(gold["prev_token_ids"].shape, drafter.model.config.mask_token_id, np.int32)
     tokens[:, :, 0] = gold["prev_token_ids"][:, :, 0]
-    out = drafter.model.forward(
-        drafter.params,
-        split_taps(gold["target_hidden_states"]),
-        jnp.asarray(tokens),
-        jnp.asarray(gold["prev_token_ids"]),
-        jnp.asarray(anchors),
-    )
+    features = split_taps(gold["target_hidden_states"])
+    out = forward(drafter, features, tokens, gold["prev_token_ids"], anchors)
     for got, name in zip(
         out, ("output_hidden", "base_logits", "draft_logits", "confidence_pred"), strict=True
     ):
@@ -70,15 +85,13 @@ def test_training_pass_equals_the_reference(kind):
 
 def test_target_features_at_or_after_the_anchor_change_nothing():
     drafter, gold = golden_drafter("dspark_rnn"), recorded("dspark_rnn", "train")
-    anchors = jnp.asarray(gold["anchor_positions"][:, :2])
-    tokens = jnp.asarray(gold["prev_token_ids"][:, :2])
+    anchors, tokens = gold["anchor_positions"][:, :2], gold["prev_token_ids"][:, :2]
 
     def hidden(features):
-        out = drafter.model.forward(drafter.params, features, tokens, tokens, anchors)
-        return out.logits_BAGV[:, 1]
+        return forward(drafter, features, tokens, tokens, anchors).logits_BAGV[:, 1]
 
     features = split_taps(gold["target_hidden_states"])
-    later = np.arange(features.shape[1])[None] >= np.asarray(anchors)[:, 1:]
+    later = np.arange(features.shape[1])[None] >= anchors[:, 1:]
     noise = np.random.default_rng(0).normal(size=features.shape).astype(np.float32)
     changed = features + noise * later[:, :, None, None]
     np.testing.assert_array_equal(hidden(features), hidden(changed))
@@ -92,8 +105,7 @@ def test_target_features_at_or_after_the_anchor_change_nothing():
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_drafting_rounds_equal_the_reference(kind):
     drafter, gold = golden_drafter(kind), recorded(kind, "infer")
-    model, params = drafter.model, drafter.params
-    state = model.init_state(1, 64)
+    state = drafter.model.init_state(1, 64)
     rounds = {
         "r1": (gold["context_ids"], gold["target_hidden_states"], gold["anchor_token"], 0),
         "r2": (
@@ -103,25 +115,23 @@ def test_two_drafting_rounds_equal_the_reference(kind):
             gold["context_ids"].shape[1],
         ),
     }
-    keys = jax.random.split(jax.random.key(0), (1, model.config.block_size))
+    keys = jax.random.split(jax.random.key(0), (1, drafter.model.config.block_size))
     for name, (ids, features, anchor, start) in rounds.items():
         count = ids.shape[1]
         # One position more than is committed, as in a round whose last draft is rejected.
         more = np.pad(split_taps(features), ((0, 0), (0, 1), (0, 0), (0, 0)), "edge")
-        state = observe(drafter, state, jnp.asarray(more), start, count)
+        state = observe(drafter, state, more, start, count)
         length = start + count
         assert length == gold[f"{name}_cache_len_after"]
         for side, layer in itertools.product("kv", ("0", "_last")):
-            cache = state[0 if layer == "0" else -1][side == "v"]
+            cache = np.asarray(state[0 if layer == "0" else -1][side == "v"])
             np.testing.assert_allclose(
                 cache[:, :, :length], gold[f"{name}_cache_{side}{layer}"], **CLOSE
             )
             assert not np.any(cache[:, :, length:])  # nothing but what was committed
         sampling = sampling_state(SamplingParams(), 1, 97)
-        proposal, after = model.propose(
-            params, state, jnp.asarray(anchor), jnp.array([length + 1]), sampling, keys
-        )
-        assert after is state
+        proposal, after = propose(drafter, state, anchor, np.array([length + 1]), sampling, keys)
+        jax.tree.map(np.testing.assert_array_equal, after, state)
         np.testing.assert_array_equal(proposal.tokens_BG, gold[f"{name}_draft_tokens"])
         shifted = gold[f"{name}_corrected_logits"]
         shifted = shifted - shifted.max(axis=-1, keepdims=True)
@@ -129,7 +139,7 @@ def test_two_drafting_rounds_equal_the_reference(kind):
         if proposal.confidence_BG is None:
             assert kind == "dflash"
         else:
-            expected = jax.nn.sigmoid(gold[f"{name}_confidence_logits"])
+            expected = sigmoid(gold[f"{name}_confidence_logits"])
             np.testing.assert_allclose(proposal.confidence_BG, expected, **CLOSE)
 
 
@@ -150,16 +160,24 @@ def rounds_of(kind, drafter, gold, policy):
         stop_ids=gold["stop_token_ids"].tolist(), **static,
     )  # fmt: skip
     outs = []
-    while not state.done_B[0]:
+    while not np.any(state.done_B):
         state, out = jitted_step(target.params, drafter.params, state, **static)
         outs.append(jax.device_get(out))
-    return state, outs
+    return jax.device_get(state), outs
+
+
+SLOW_DECODES = [("decode_threshold", kind) for kind in KINDS[1:]]
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (kind, name)
+        pytest.param(
+            kind,
+            name,
+            # Their confidences are compared in the rounds above.
+            marks=pytest.mark.slow if (name, kind) in SLOW_DECODES else [],
+        )
         for kind in KINDS
         for name in ("decode", "decode_stop", "decode_threshold")
         if (kind, name) != ("dflash", "decode_threshold")
@@ -170,7 +188,7 @@ def test_whole_decodes_equal_the_reference(kind, name):
     threshold = float(gold["confidence_threshold"])
     policy = ThresholdPolicy(threshold) if threshold else DecodeConfig(1).policy
     state, outs = rounds_of(kind, drafter, gold, policy)
-    text = state.tokens_BS[0, : min(int(state.length_B[0]), len(gold["output_ids"]))].tolist()
+    text = texts(state)[0][: len(gold["output_ids"])]
     assert text == gold["output_ids"].tolist()
     assert (
         text[: len(gold["target_ar_greedy_ids"])]
@@ -193,29 +211,26 @@ def test_whole_decodes_equal_the_reference(kind, name):
 def test_training_and_decoding_logits_agree(position):
     """Also far into a text: the rotary positions of the two paths are the same."""
     drafter = golden_drafter("dspark_vanilla")
-    model, params = drafter.model, drafter.params
     rng = np.random.default_rng(position)
     length = position + 2
-    features = jnp.asarray(rng.normal(size=(1, length, 2, 32)).astype(np.float32))
-    block = model.config.block_size
+    features = rng.normal(size=(1, length, 2, 32)).astype(np.float32)
+    block = drafter.model.config.block_size
     anchor = 5
-    state = model.init_state(1, -(-(length + 1) // 256) * 256)
+    state = drafter.model.init_state(1, -(-(length + 1) // 256) * 256)
     state = observe(drafter, state, features, 0, position)
     keys = jax.random.split(jax.random.key(0), (1, block))
-    proposal, _ = model.propose(
-        params, state, jnp.array([anchor]), jnp.array([position + 1]),
-        sampling_state(SamplingParams(), 1, 97), keys,
-    )  # fmt: skip
-    previous = np.array([[[anchor, *proposal.tokens_BG[0, :-1].tolist()]]], np.int32)
-    tokens = np.full((1, 1, block), model.config.mask_token_id, np.int32)
-    tokens[..., 0] = anchor
-    out = model.forward(
-        params, features, jnp.asarray(tokens), jnp.asarray(previous), jnp.array([[position]])
+    sampling = sampling_state(SamplingParams(), 1, 97)
+    proposal, _ = propose(
+        drafter, state, np.array([anchor]), np.array([position + 1]), sampling, keys
     )
-    q = jax.nn.softmax(out.logits_BAGV[0, 0])
-    np.testing.assert_allclose(jax.nn.softmax(proposal.dist.logits_BGC[0]), q, **CLOSE)
+    previous = np.array([[[anchor, *proposal.tokens_BG[0, :-1].tolist()]]], np.int32)
+    tokens = np.full((1, 1, block), drafter.model.config.mask_token_id, np.int32)
+    tokens[..., 0] = anchor
+    out = forward(drafter, features, tokens, previous, np.array([[position]]))
+    q = softmax(out.logits_BAGV[0, 0])
+    np.testing.assert_allclose(softmax(proposal.dist.logits_BGC[0]), q, **CLOSE)
     np.testing.assert_allclose(
-        proposal.confidence_BG[0], jax.nn.sigmoid(out.confidence_BAG[0, 0]), **CLOSE
+        proposal.confidence_BG[0], sigmoid(out.confidence_BAG[0, 0]), **CLOSE
     )
 
 
@@ -231,14 +246,12 @@ def test_cache_after_rounds_equals_one_built_from_the_text():
         state, out = jitted_step(target.params, drafter.params, state, **static)
         accepted |= set(out.accepted_B.tolist())
     assert len(accepted) > 1  # or nothing was put to the test
-    texts = [state.tokens_BS[row, : int(state.length_B[row])].tolist() for row in range(3)]
     rebuilt = init_decode_state(
-        target.params, drafter.params, texts, max_new_tokens=1, **options
-    ).drafter_state
-    for row, text in enumerate(texts):
-        for old, new in zip(
-            jax.tree.leaves(state.drafter_state), jax.tree.leaves(rebuilt), strict=True
-        ):
+        target.params, drafter.params, texts(state), max_new_tokens=1, **options
+    )
+    states = jax.device_get((state.drafter_state, rebuilt.drafter_state))
+    for row, text in enumerate(texts(state)):
+        for old, new in zip(*map(jax.tree.leaves, states), strict=True):
             live = len(text) - 1
             np.testing.assert_allclose(old[row, :, :live], new[row, :, :live], atol=1e-5)
 
@@ -261,52 +274,56 @@ SOME_SLOW = [
 ]
 
 
-def new_tokens(drafter, draft_len, prompts, *, acceptance="rejection", **options):
+# Processors that drafts must follow; decoding with any such takes the same program.
+PROCESSED = {
+    "seed_B": 5,
+    "top_p_B": 0.95,
+    "repetition_penalty_B": 1.1,
+    "frequency_penalty_B": 0.1,
+    "min_new_tokens_B": 6,
+    "logit_bias": {4: 1.5, 11: -float("inf")},
+}
+
+
+def run(drafter, draft_len, **options):
+    """Output of a coupled decode, and the state after it as NumPy arrays."""
     target = golden_target()
     static = {
         "target": target.model,
         "drafter": drafter.model,
-        "config": DecodeConfig(draft_len, acceptance=acceptance),
+        "config": DecodeConfig(draft_len, acceptance="coupled"),
     }
     state = init_decode_state(
-        target.params, drafter.params, prompts, max_new_tokens=24, max_len=80,
-        stop_ids=(7, 20), sampling=SamplingParams(**options), **static,
+        target.params, drafter.params, [[5, 6, 7], [1], [9, 8] * 10], max_new_tokens=24,
+        max_len=80, stop_ids=(7, 20), sampling=SamplingParams(**PROCESSED | options), **static,
     )  # fmt: skip
-    state = decode(target.params, drafter.params, state, **static)
-    rows = zip(state.tokens_BS, state.sampling.prompt_len_B, state.length_B, strict=True)
-    return [tokens[a:b].tolist() for tokens, a, b in rows], state
+    state = jax.device_get(decode(target.params, drafter.params, state, **static))
+    return new_tokens(state), state
+
+
+@functools.cache
+def undrafted(**options):
+    return run(Drafter(NoDrafter(), (), "none"), 0, **options)[0]
 
 
 @pytest.mark.parametrize(
     ("restriction", "temperature"),
     [
         ("all", 0.8),
-        ("candidates", 0.0),
         ("both", 0.8),
+        ("both", 0.0),
         pytest.param("all", 0.0, marks=pytest.mark.slow),
+        pytest.param("candidates", 0.0, marks=pytest.mark.slow),
         pytest.param("candidates", 0.8, marks=pytest.mark.slow),
         pytest.param("trimmed", 0.0, marks=pytest.mark.slow),
         pytest.param("trimmed", 0.8, marks=pytest.mark.slow),
-        pytest.param("both", 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_output_is_the_targets_own(restriction, temperature):
     """Token for token: greedy, and coupled, with processors that drafts must follow."""
     drafter = golden_drafter("dspark_gated", **RESTRICTED[restriction])
-    prompts = [[5, 6, 7], [1], [9, 8] * 10]
-    options = {
-        "temperature_B": temperature,
-        "seed_B": 5,
-        "acceptance": "coupled",
-        "top_p_B": 0.95,
-        "repetition_penalty_B": 1.1,
-        "frequency_penalty_B": 0.1,
-        "min_new_tokens_B": 6,
-        "logit_bias": {4: 1.5, 11: -float("inf")},
-    }
-    expected, _ = new_tokens(Drafter(NoDrafter(), (), "none"), 0, prompts, **options)
-    got, state = new_tokens(drafter, 3, prompts, **options)
-    assert got == expected
+    got, state = run(drafter, 3, temperature_B=temperature)
+    assert got == undrafted(temperature_B=temperature)
     assert state.stats.accepted_BG.sum() > 0
 
 
@@ -315,29 +332,24 @@ def test_draft_is_drawn_from_q(restriction):
     """Many rows of one state: how often each token comes first is what q says."""
     rows, drafter = 20_000, golden_drafter("dspark_vanilla", **RESTRICTED[restriction])
     gold = recorded("dspark_vanilla", "infer")
-    model, params = drafter.model, drafter.params
-    state = model.init_state(1, 16)
+    state = drafter.model.init_state(1, 16)
     state = observe(drafter, state, split_taps(gold["target_hidden_states"]), 0, 10)
-    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), state)
     keys = jax.random.split(jax.random.key(3), (rows, 2))
     sampling = sampling_state(SamplingParams(temperature_B=1.5, top_p_B=0.9), rows, 97)
-    proposal, _ = jax.jit(model.propose)(
-        params, state, jnp.repeat(gold["anchor_token"], rows), jnp.full(rows, 11), sampling, keys
-    )
-    q = np.asarray(jax.nn.softmax(proposal.dist.logits_BGC[0, 0]))
-    ids = proposal.dist.ids_BGC
-    ids = np.arange(97) if ids is None else np.asarray(ids[0, 0])
+    anchors, lengths = np.repeat(gold["anchor_token"], rows), np.full(rows, 11)
+    proposal, _ = propose(drafter, repeat_rows(state, rows), anchors, lengths, sampling, keys)
+    q, ids = softmax(proposal.dist.logits_BGC), proposal.dist.ids_BGC
+    ids = np.arange(97) if ids is None else ids[0, 0]
     if "draft_vocab" in RESTRICTED[restriction]:
         assert set(ids.tolist()) <= set(RESTRICTED[restriction]["draft_vocab"])
-    counts = np.bincount(np.asarray(proposal.tokens_BG[:, 0]), minlength=97)
+    first = proposal.tokens_BG[:, 0]
+    counts = np.bincount(first, minlength=97)
     expected = np.zeros(97)
-    expected[ids] = q
+    expected[ids] = q[0, 0]
     assert 0.5 * np.abs(counts / rows - expected).sum() < 0.02
     # Of the second draft each row has a q of its own, after its own first draft.
-    first = np.asarray(proposal.tokens_BG[:, 0])
-    second_q = np.asarray(jax.nn.softmax(proposal.dist.logits_BGC[:, 1], axis=-1))
     for token in np.unique(first):
-        same = second_q[first == token]
+        same = q[first == token, 1]
         np.testing.assert_allclose(same, same[:1].repeat(len(same), axis=0), atol=1e-6)
 
 
@@ -349,21 +361,20 @@ def test_enumerated_round_has_the_targets_distribution(restriction):
     params = SamplingParams(temperature_B=1.5, top_k_B=5)
     out = target.forward([prompt], taps=drafter.model.taps)
     state = observe(drafter, drafter.model.init_state(1, 16), out.taps, 0, len(prompt))
-    many, _ = jax.jit(drafter.model.propose)(
-        drafter.params, jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), state),
-        jnp.full(rows, anchor), jnp.full(rows, len(prompt) + 1), sampling_state(params, rows, 97),
-        jax.random.split(jax.random.key(0), (rows, 2)),
+    many, _ = propose(
+        drafter, repeat_rows(state, rows), np.full(rows, anchor), np.full(rows, len(prompt) + 1),
+        sampling_state(params, rows, 97), jax.random.split(jax.random.key(0), (rows, 2)),
     )  # fmt: skip
-    pairs, index = np.unique(np.asarray(many.tokens_BG), axis=0, return_index=True)
+    pairs, index = np.unique(many.tokens_BG, axis=0, return_index=True)
     proposal = jax.tree.map(lambda leaf: leaf[index], many)
-    q = np.asarray(draft_probs(proposal.dist, proposal.tokens_BG), np.float64)
+    q = np.asarray(jax.jit(draft_probs)(proposal.dist, proposal.tokens_BG), np.float64)
     assert np.isclose(np.prod(q, axis=1).sum(), 1, atol=1e-6)  # every pair has been met
 
-    texts = [[*prompt, anchor, *pair] for pair in pairs.tolist()]
-    logits = process_logits(target.forward(texts).logits[:, -3:], params.rows(len(pairs), 97))
-    accept = jax.jit(
-        lambda uniform: accept_rejection(logits, proposal, jnp.full(len(pairs), 2), uniform)
+    drafted = [[*prompt, anchor, *pair] for pair in pairs.tolist()]
+    logits = jax.jit(process_logits)(
+        np.asarray(target.forward(drafted).logits)[:, -3:], params.rows(len(pairs), 97)
     )
+    accept = functools.partial(jax.jit(accept_rejection), logits, proposal, np.full(len(pairs), 2))
 
     def chance_and_next(k):
         """How likely draft k is kept, those before it being kept; what follows if it is not."""
@@ -374,9 +385,9 @@ def test_enumerated_round_has_the_targets_distribution(restriction):
             kept = np.asarray(accept(uniform)[0]) > k
             low, high = np.where(kept, uniform[:, k], low), np.where(kept, high, uniform[:, k])
         uniform[:, k] = 1.0 - 2**-24
-        return low, np.asarray(jax.nn.softmax(accept(uniform)[1]))
+        return low, softmax(np.asarray(accept(uniform)[1]))
 
-    p = np.asarray(jax.nn.softmax(logits), np.float64)
+    p = softmax(np.asarray(logits))
     for k, groups in enumerate([[np.arange(len(pairs))], by_value(pairs[:, 0])]):
         chance, after = chance_and_next(k)
         for group in groups:
@@ -396,12 +407,9 @@ def by_value(values):
 
 def test_candidates_that_are_all_forbidden_still_have_a_distribution():
     drafter = golden_drafter("dspark_vanilla", draft_vocab=(7, 20))
-    prompts, options = [[5, 6, 7]], {"min_new_tokens_B": 24, "temperature_B": 0.9}
-    got, state = new_tokens(drafter, 2, prompts, acceptance="coupled", **options)
-    expected, _ = new_tokens(
-        Drafter(NoDrafter(), (), "none"), 0, prompts, acceptance="coupled", **options
-    )
-    assert got == expected
+    options = {"min_new_tokens_B": 24, "temperature_B": 0.9}
+    got, state = run(drafter, 2, **options)
+    assert got == undrafted(**options)
     assert state.stats.accepted_BG.sum() == 0
 
 
@@ -486,14 +494,18 @@ def test_wrong_options_are_named(options, message):
 
 def test_ids_that_no_token_has_are_no_ones():
     """As an index -1 would be the last token."""
-    dist = DraftDist(jnp.zeros((1, 1, 2)), jnp.array([[[-1, 1]]]))
-    q = draft_distribution(dist, jnp.array([0]), 4)
+    dist = DraftDist(np.zeros((1, 1, 2), np.float32), np.array([[[-1, 1]]]))
+    q = jax.jit(draft_distribution, static_argnums=2)(dist, np.array([0]), 4)
     np.testing.assert_allclose(q, [[0, 0.5, 0, 0]])
 
 
 def test_more_drafts_than_the_block_size_are_refused():
+    drafter, sampling = golden_drafter("dflash"), sampling_state(SamplingParams(), 1, 97)
+    keys = jax.random.split(jax.random.key(0), (1, 6))
     with pytest.raises(ValueError, match="more than this drafter's block size of 5"):
-        new_tokens(golden_drafter("dflash"), 6, [[1, 2]])
+        propose(
+            drafter, drafter.model.init_state(1, 16), np.array([1]), np.array([2]), sampling, keys
+        )
 
 
 def test_a_trimmed_vocabulary_is_not_trimmed_again():

@@ -1,5 +1,7 @@
 """A tiny random target with a byte tokeniser, for tests of whole tasks."""
 
+import functools
+
 import jax
 from flax import linen as nn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -40,6 +42,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_target(dtype: str = "float32", stop_ids: tuple[int, ...] = (STOP,)) -> Target:
     """Random parameters, the same every time, large enough for varied output."""
     model = TransformerTarget(_CONFIG)
-    params = nn.unbox(model.init_params(jax.random.key(0)))
-    params = jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
-    return Target(model, params, byte_tokenizer(), stop_ids, "tiny", dtype)
+    return Target(model, _params(dtype), byte_tokenizer(), stop_ids, "tiny", dtype)
+
+
+@functools.cache
+def _params(dtype: str):
+    @jax.jit
+    def make(key):
+        params = nn.unbox(TransformerTarget(_CONFIG).init_params(key))
+        return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
+
+    return make(jax.random.key(0))

@@ -16,7 +16,8 @@ import specjax
 from specjax.api import encode_prompts
 from specjax.decoding.types import TargetOutput
 from specjax.text import TextRow
-from tests.toys import ScriptedDrafter, tiny_target
+from tests.reference import softmax
+from tests.toys import ScriptedDrafter, jitted_step, tiny_target
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
@@ -124,7 +125,7 @@ def test_result_leaves_out_prompt_and_end_token(target):
     drafter = specjax.load_drafter("prompt_lookup", target)
     for method in (None, drafter):
         result = specjax.generate(
-            target, method, [[5, 6], [5, 6]], max_new_tokens=[8, 2], stop_ids=[new[4]]
+            target, method, [[5, 6], [5, 6]], max_new_tokens=[8, 2], stop_ids=[new[4]], draft_len=3
         )
         assert result.tokens == [new[: new.index(new[4])], new[:2]]
         assert result.finish_reasons == ["stop", "length"]
@@ -240,8 +241,8 @@ def test_biases_of_each_prompt_serve_its_samples(target):
 
 
 def log_softmax_along(target, prompt, new, scale=1.0):
-    logits = target.forward(np.array([prompt + new])).logits[0, len(prompt) - 1 : -1]
-    return np.asarray(jax.nn.log_softmax(logits * scale))[np.arange(len(new)), new]
+    logits = np.asarray(target.forward(np.array([prompt + new])).logits)[0, len(prompt) - 1 : -1]
+    return np.log(softmax(logits * scale))[np.arange(len(new)), new]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
@@ -410,7 +411,7 @@ def test_a_rounds_output_outlives_its_state(target):
     config = specjax.DecodeConfig(2)
     static = {"target": target.model, "drafter": drafter.model, "config": config}
     state = specjax.init_decode_state(target.params, (), [[5, 6]], max_new_tokens=9, **static)
-    state, output = specjax.speculate_step(target.params, (), state, **static)
+    state, output = jitted_step(target.params, (), state, **static)
     specjax.decode(target.params, (), state, **static)
     assert [leaf.tolist() for leaf in jax.tree.leaves(output)]
 

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import decode, init_decode_state
-from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DecodeConfig, SamplingParams
 from specjax.drafters import Drafter, NoDrafter, init_dspark
 from specjax.models.target import Target
@@ -27,7 +26,7 @@ from specjax.parallel.sharding import (
     shard_target,
     state_shardings,
 )
-from tests.toys import MarkovTarget, tiny_target
+from tests.toys import MarkovTarget, jitted_step, new_tokens, tiny_target
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 
@@ -37,8 +36,6 @@ SAMPLING = SamplingParams(temperature_B=np.repeat(np.float32([0, 0.8]), len(PROM
 CONFIG = DecodeConfig(3, acceptance="coupled")
 DRAFTERS = ["prompt_lookup", "early_exit:1", "dspark"]
 MESHES = [{"data": 2, "model": 1}, {"data": 1, "model": 2}]
-
-jitted_step = jax.jit(speculate_step, static_argnames=("target", "drafter", "config"))
 
 
 class Decoding(NamedTuple):
@@ -80,12 +77,6 @@ def decode_by_steps(target_params, drafter_params, state, **static):
     while not np.all(state.done_B):
         state, _ = jitted_step(target_params, drafter_params, state, **static)
     return state
-
-
-def new_tokens(state):
-    fields = (state.tokens_BS, state.sampling.prompt_len_B, state.length_B)
-    rows = zip(*jax.device_get(fields), strict=True)
-    return [tokens[a:b].tolist() for tokens, a, b in rows]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +170,7 @@ def test_heads_are_never_torn_apart():
     model = tiny_target(vocab_size=64).model
     config = dataclasses.replace(model.config, num_heads=6, num_kv_heads=3)
     model = TransformerTarget(config)
-    params = nn.unbox(model.init_params(jax.random.key(1)))
+    params = jax.jit(lambda key: nn.unbox(model.init_params(key)))(jax.random.key(1))
     target = Target(model, jax.tree.map(lambda x: x * 2.0, params), None, (), "odd", "float32")
     mesh = make_mesh(model=2)
 

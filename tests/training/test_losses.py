@@ -1,3 +1,4 @@
+import functools
 import json
 
 import jax
@@ -14,27 +15,35 @@ from specjax.training.anchors import Blocks, make_blocks
 from specjax.training.losses import LossWeights, dspark_losses
 from specjax.training.optimizer import adamw, warmup_cosine
 from tests.drafters.golden import CLOSE, FOLDER, KINDS, golden_drafter, golden_target, recorded
+from tests.toys import call
 
 WEIGHTS = {"dflash": LossWeights(1.0, 0.0, 0.0)}
 
 
+@functools.cache
 def batch(kind):
-    """Features, blocks and target logits of the recorded training batch."""
+    """Features, blocks and target logits of the recorded training batch, as NumPy arrays."""
     gold, config = recorded(kind, "train"), golden_drafter(kind).model.config
-    features = gold["target_hidden_states"]
-    blocks = make_blocks(
-        jnp.asarray(gold["input_ids"]), jnp.asarray(gold["loss_mask"] > 0),
-        jnp.asarray(gold["anchor_positions"]), jnp.asarray(gold["block_keep_mask"]),
-        block_size=config.block_size, mask_token_id=config.mask_token_id,
-    )  # fmt: skip
-    states = jnp.asarray(gold["target_last_hidden_states"])
-    states = states[np.arange(2)[:, None, None], blocks.states_BAG]
-    logits = language_model_head(golden_target(kind)).logits(states)
-    return gold, jnp.asarray(features.reshape(2, -1, 2, 32)), blocks, logits
+    sizes = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
+    head = language_model_head(golden_target(kind))
+
+    @jax.jit
+    def make(tokens, mask, anchors, keep, states):
+        blocks = make_blocks(tokens, mask, anchors, keep, **sizes)
+        return blocks, head.logits(states[np.arange(2)[:, None, None], blocks.states_BAG])
+
+    with jax.ensure_compile_time_eval():  # within another program, too
+        blocks, logits = jax.device_get(
+            make(
+                gold["input_ids"], gold["loss_mask"] > 0, gold["anchor_positions"],
+                gold["block_keep_mask"], gold["target_last_hidden_states"],
+            )
+        )  # fmt: skip
+    return gold, gold["target_hidden_states"].reshape(2, -1, 2, 32), blocks, logits
 
 
 def losses_of(kind, params, model=None):
-    _, features, blocks, logits = batch(kind)
+    features, blocks, logits = jax.tree.map(jnp.asarray, batch(kind)[1:])
     model = model or golden_drafter(kind).model
     out = model.forward(params, features, blocks.tokens_BAG, blocks.previous_BAG, blocks.anchors_BA)
     probs, ids = jax.nn.softmax(logits), params.get("draft_ids")
@@ -164,19 +173,24 @@ def test_trimmed_vocabulary_counts_what_it_misses():
     drafter = golden_drafter("dspark_vanilla")
     ids = np.arange(0, 97, 3)
     model, params = restrict(drafter.model, drafter.params, ids.tolist(), None)
-    got = losses_of("dspark_vanilla", params, model)
+    got = jax.jit(lambda params: losses_of("dspark_vanilla", params, model))(params)
     _, features, blocks, logits = batch("dspark_vanilla")
-    out = model.forward(params, features, blocks.tokens_BAG, blocks.previous_BAG, blocks.anchors_BA)
+    out = call(
+        model, "forward", params, features, blocks.tokens_BAG, blocks.previous_BAG,
+        blocks.anchors_BA,
+    )  # fmt: skip
     wide = np.full((*out.logits_BAGV.shape[:3], 97), -1e9, np.float32)
     wide[..., ids] = out.logits_BAGV
-    out = out._replace(logits_BAGV=jnp.asarray(wide))
-    same = dspark_losses(out, blocks, jax.nn.softmax(logits), LossWeights())
+    out = out._replace(logits_BAGV=wide)
+    same = jax.jit(dspark_losses, static_argnums=3)(
+        out, blocks, jax.nn.softmax(logits), LossWeights()
+    )
     np.testing.assert_allclose(got.total_variation, same.total_variation, rtol=1e-5)
     np.testing.assert_allclose(got.acceptance_G, same.acceptance_G, rtol=1e-5)
-    inside = np.isin(blocks.labels_BAG, ids) & np.asarray(blocks.valid_BAG)
-    assert 0 < inside.sum() < np.asarray(blocks.valid_BAG).sum()
-    entropy = -jax.nn.log_softmax(wide)
-    entropy = np.take_along_axis(np.asarray(entropy), np.asarray(blocks.labels_BAG)[..., None], -1)
+    inside = np.isin(blocks.labels_BAG, ids) & blocks.valid_BAG
+    assert 0 < inside.sum() < blocks.valid_BAG.sum()
+    entropy = -np.asarray(jax.nn.log_softmax(wide))
+    entropy = np.take_along_axis(entropy, blocks.labels_BAG[..., None], -1)
     weight = inside * np.exp(-np.arange(5) / 4.0)
     expected = (entropy[..., 0] * weight).sum() / float(got.weight)
     np.testing.assert_allclose(got.cross_entropy, expected, rtol=1e-5)
@@ -188,7 +202,7 @@ def test_loss_of_a_drafter_that_is_the_target_is_zero():
     grid = jnp.zeros(shape, jnp.int32)
     blocks = Blocks(grid[:, :, 0], grid[:, :, 0] == 0, *([grid] * 4), grid == 0)
     logits = jax.random.normal(jax.random.key(0), (*shape, 7))
-    losses = dspark_losses(
+    losses = jax.jit(dspark_losses, static_argnums=3)(
         BlockOutput(logits, logits, logits, None),
         blocks,
         jax.nn.softmax(logits),
@@ -217,8 +231,9 @@ def test_wrong_weights_are_refused(arguments, message):
 def test_confidence_loss_needs_a_confidence_head():
     _, features, blocks, logits = batch("dflash")
     drafter = golden_drafter("dflash")
-    out = drafter.model.forward(
-        drafter.params, features, blocks.tokens_BAG, blocks.previous_BAG, blocks.anchors_BA
-    )
+    out = call(
+        drafter.model, "forward", drafter.params, features, blocks.tokens_BAG,
+        blocks.previous_BAG, blocks.anchors_BA,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="has no confidence head"):
-        dspark_losses(out, blocks, logits, LossWeights())
+        jax.jit(dspark_losses, static_argnums=3)(out, blocks, logits, LossWeights())

@@ -1,5 +1,6 @@
 """Training runs: they learn, they resume bitwise, they refuse what does not fit."""
 
+import functools
 import json
 
 import jax
@@ -46,11 +47,16 @@ def cache(target, tmp_path_factory):
     return TargetCache(folder)
 
 
-def trainer(target, cache, settings=SETTINGS, **options):
-    model, params = init_dspark(
-        target, jax.random.key(0), num_layers=1, taps=(-1, 0), mask_token_id=60, markov_rank=4,
-        block_size=4, **options,
+@functools.cache
+def drafter(**options):
+    return init_dspark(
+        tiny_target(), jax.random.key(0), num_layers=1, taps=(-1, 0), mask_token_id=60,
+        markov_rank=4, block_size=4, **options,
     )  # fmt: skip
+
+
+def trainer(target, cache, settings=SETTINGS, **options):
+    model, params = drafter(**options)
     head = Head(target.params["lm_head"]["weight"])
     return Trainer(model, params, head, CachedStates(cache, head, model.taps), settings)
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import jax
+import jaxlib.version
 import numpy as np
 import pytest
 
@@ -21,6 +22,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Most of the time goes into compiling tiny programs, which needs no optimisation.
 jax.config.update("jax_disable_most_optimizations", True)
+# XLA's former emitters need less than half the time for it; later versions lack them.
+if jaxlib.version.__version_info__ < (0, 11):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=0"
 
 
 def pytest_configure(config: pytest.Config) -> None:

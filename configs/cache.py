@@ -11,7 +11,7 @@ def get_config(variant: str = "") -> ConfigDict:
         task="cache",
         target="smollm2-135m",  # a known name, a Hugging Face directory or a .gguf file
         dtype="auto",  # of the weights: auto, float32 or bfloat16
-        taps=(1, 14, 27),  # layers whose outputs are kept; -1 is the embedding
+        taps=(),  # layers whose outputs are kept; -1 is the embedding, () chooses five
         mask_token_id=config_dict.placeholder(int),  # for drafters; None chooses one
         # User turns: JSON-lines files (a glob), or a data set of the package `datasets` (a hub
         # name or a folder). Without either the target writes them.

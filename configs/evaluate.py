@@ -16,6 +16,7 @@ def get_config(variant: str = "") -> ConfigDict:
         any_target=False,  # whether a DSpark drafter may have been trained for another target
         prompts="tests/data/prompts.jsonl" if smoke else "",  # a glob of JSON-lines files
         limit=2 if smoke else 0,  # prompts of each file; 0 is all
+        chat=True,  # whether prompts go through the target's chat template
         max_new_tokens=16 if smoke else 128,
         temperature=0.0,  # 0 is greedy
         seed=0,

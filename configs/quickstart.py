@@ -16,6 +16,7 @@ def get_config(variant: str = "") -> ConfigDict:
         candidates=config_dict.placeholder(int),  # of DSpark's sequential head; 0 is all
         any_target=False,  # whether a DSpark drafter may have been trained for another target
         prompts=("rewrite",) if smoke else ("mathematics", "code", "chat", "rewrite"),
+        chat=True,  # whether prompts go through the target's chat template
         max_new_tokens=16 if smoke else 128,
         temperature=0.0,  # 0 is greedy
         seed=0,

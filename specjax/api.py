@@ -200,7 +200,9 @@ def _encode(target: Target, row: int, prompt: Prompt, chat: bool) -> list[int]:
     if messages is None:
         return list(tokenizer(cast(str, prompt))["input_ids"])
     if not tokenizer.chat_template:
-        raise ValueError(f"{target.name} has no chat template: pass chat=False and plain text")
+        raise ValueError(
+            f"{target.name} has no chat template: pass plain text and chat=False (config.chat)"
+        )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(cast(str, text), add_special_tokens=False)["input_ids"])
 

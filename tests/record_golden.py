@@ -69,10 +69,11 @@ def record(name: str, folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "model.safetensors").chmod(0o644)
     raw = json.loads((folder / "config.json").read_text())
-    raw["rope_theta"] = raw.pop("rope_parameters")["rope_theta"]
-    raw["torch_dtype"] = raw.pop("dtype")
-    raw.pop("layer_types", None)
-    (folder / "config_hub.json").write_text(json.dumps(raw, indent=2))
+    if "rope_theta" in raw["rope_parameters"]:  # else each kind of layers has its own
+        raw["rope_theta"] = raw.pop("rope_parameters")["rope_theta"]
+        raw["torch_dtype"] = raw.pop("dtype")
+        raw.pop("layer_types", None)
+        (folder / "config_hub.json").write_text(json.dumps(raw, indent=2))
     arrays = {
         "input_ids": tokens.numpy().astype(np.int32),
         "logits": out.logits.numpy(),

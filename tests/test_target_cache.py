@@ -144,9 +144,16 @@ def test_a_killed_run_goes_on(tmp_path, killed_after):
     ],
 )
 def test_another_configuration_does_not_go_on(tmp_path, changed, message):
-    CacheWriter(tmp_path / "cache", **MADE)
+    CacheWriter(tmp_path / "cache", shard_bytes=1, **MADE).add(samples(0, 3), 1)
     with pytest.raises(CacheError, match=message):
         CacheWriter(tmp_path / "cache", **{**MADE, **changed})
+
+
+def test_a_cache_without_a_shard_is_begun_anew(tmp_path):
+    """What a run with wrong settings left is in nobody's way."""
+    CacheWriter(tmp_path / "cache", **{**MADE, "taps": (0, 1)}).add(samples(0, 3)[:0], 1)
+    write(tmp_path / "cache")
+    assert TargetCache(tmp_path / "cache").taps == (0, 2)
 
 
 def test_only_new_or_unfinished_folders_are_written_to(tmp_path):

@@ -40,14 +40,28 @@ class Architecture:
     """One model family.
 
     Attributes:
-      config: translates config.json; raises CheckpointError for what we do not implement.
+      translate: from config.json; raises CheckpointError for what we do not implement, and
+        ValueError for what makes no model.
       weights: tensor names by parameter path.
       ignored: pattern of tensors that carry no parameter.
     """
 
-    config: Callable[[Mapping[str, Any]], TransformerConfig]
+    translate: Callable[[Mapping[str, Any]], TransformerConfig]
     weights: Mapping[str, Weight]
     ignored: re.Pattern[str]
+
+    def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
+        """The model that a config.json describes.
+
+        Raises:
+          CheckpointError: options that are not supported, or missing or wrong values.
+        """
+        try:
+            return self.translate(raw)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"the configuration makes no model: {error}") from error
 
     def layer_weights(self, num_layers: int) -> dict[str, Weight]:
         """The table with every layer written out."""
@@ -96,6 +110,8 @@ def get_number(config: Mapping[str, Any], key: str, default: int | float | None 
         number = math.inf
     if not math.isfinite(number):
         raise CheckpointError(f"{key} must be a finite number, got {value!r}")
+    if number and not 1e-37 < abs(number) < 1e38:  # would be infinite, or 0, in the model
+        raise CheckpointError(f"{key} must be a number that float32 holds, got {value!r}")
     return number
 
 
@@ -109,6 +125,14 @@ def get_size(config: Mapping[str, Any], key: str, default: int | None = None) ->
     if not value.is_integer() or not 0 <= value < 2**31:
         raise CheckpointError(f"{key} must be a whole number from 0 to 2**31 - 1, got {value}")
     return int(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    """Whether an option is set; one that is missing or null is not."""
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise CheckpointError(f"{key} must be true or false, got {value!r}")
+    return bool(value)
 
 
 def _refuse(config: Mapping[str, Any], implemented: Mapping[str, Any]) -> None:
@@ -127,7 +151,11 @@ def _rope(config: Mapping[str, Any], theta: float = 10_000.0) -> RopeConfig:
     for rope in given:
         if not isinstance(rope, Mapping | None):
             raise CheckpointError(f"rope_parameters must be a mapping, got {rope!r}")
+    if all(given) and given[0] != given[1]:
+        raise CheckpointError(f"rope_parameters and rope_scaling differ: {given[0]}, {given[1]}")
     rope = given[0] or given[1] or {}
+    if {_FULL, _SLIDING} & set(rope):
+        raise CheckpointError(f"rope_parameters by kind of layer are not supported here: {rope}")
     kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
     kind = kinds[0] if kinds else "default"
     base = rope if rope.get("rope_theta") is not None else config
@@ -157,11 +185,13 @@ def _rope(config: Mapping[str, Any], theta: float = 10_000.0) -> RopeConfig:
 def _rope_of(config: Mapping[str, Any], kind: str, theta: float) -> RopeConfig:
     """That of one kind of layers, of a model whose kinds have their own (transformers 5)."""
     ropes = config.get("rope_parameters")
-    if isinstance(ropes, Mapping) and kind in ropes:
+    key = "rope_theta" if kind == _FULL else "rope_local_base_freq"
+    theta = get_number(config, key, theta)
+    if isinstance(ropes, Mapping) and {_FULL, _SLIDING} & set(ropes):
+        if not isinstance(ropes.get(kind), Mapping):
+            raise CheckpointError(f"rope_parameters lacks {kind}, got {ropes}")
         return _rope({"rope_parameters": ropes[kind]}, theta)
-    if kind == _FULL:
-        return _rope(config, theta)
-    return RopeConfig(theta=get_number(config, "rope_local_base_freq", theta))
+    return _rope(config, theta) if kind == _FULL else RopeConfig(theta=theta)
 
 
 def raw_rope(rope: RopeConfig) -> dict[str, Any]:
@@ -185,7 +215,8 @@ def _layers_of(config: Mapping[str, Any], sliding: Callable[[int], bool]) -> tup
     count, kinds = get_size(config, "num_hidden_layers"), config.get("layer_types")
     if kinds is None:
         return tuple(i for i in range(min(count, _MAX_LAYERS)) if sliding(i))
-    if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {_FULL, _SLIDING}:
+    known = isinstance(kinds, list) and all(kind in (_FULL, _SLIDING) for kind in kinds)
+    if not known or len(kinds) != count:
         raise CheckpointError(
             f"layer_types must name {count} layers as {_FULL} or {_SLIDING}, got {kinds!r}"
         )
@@ -206,11 +237,12 @@ def _transformer_config(
       sliding_layers: those that have the window `config["sliding_window"]`.
       sliding: fields of `SlidingConfig` that are not those of the other layers.
       particular: fields of the family's own.
-
-    Raises:
-      CheckpointError: options that we do not implement, or missing or wrong values.
     """
-    _refuse(config, {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0})
+    # Multipliers are of Granite and others, whose files may call themselves Llama's.
+    multipliers = ("embedding", "attention", "residual")
+    ones = {f"{name}_multiplier": 1.0 for name in multipliers} | {"logits_scaling": 1.0}
+    biases = {"attention_bias": False, "mlp_bias": False}
+    _refuse(config, ones | biases | {"partial_rotary_factor": 1.0})
     if "activation" not in particular:
         _refuse(config, {"hidden_act": "silu"})
     if config.get("quantization_config"):
@@ -218,39 +250,29 @@ def _transformer_config(
             "quantization_config: quantised Hugging Face checkpoints are not supported; "
             "give the unquantised model or a .gguf file"
         )
-    tied = config.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool | None):
-        raise CheckpointError(f"tie_word_embeddings must be true or false, got {tied!r}")
     width = get_size(config, "hidden_size")
     num_heads = get_size(config, "num_attention_heads")
-    num_kv_heads = get_size(config, "num_key_value_heads", num_heads)
-    try:
-        fields = {
-            "num_kv_heads": num_kv_heads,
-            "head_dim": get_size(config, "head_dim", width // max(num_heads, 1)),
-            "rope": particular.pop("rope") if "rope" in particular else _rope(config),
-        }
-        slides = None
-        if sliding_layers:
-            window = get_size(config, "sliding_window")
-            own = {**fields, **(sliding or {})}
-            slides = SlidingConfig(layers=sliding_layers, window=window, **own)
-        return TransformerConfig(
-            vocab_size=get_size(config, "vocab_size"),
-            width=width,
-            mlp_width=get_size(config, "intermediate_size"),
-            num_layers=get_size(config, "num_hidden_layers"),
-            num_heads=num_heads,
-            norm_eps=get_number(config, "rms_norm_eps", 1e-6),
-            max_len=get_size(config, "max_position_embeddings", 2048),
-            tied_head=bool(tied),
-            sliding=slides,
-            **{**fields, **particular},
-        )
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"the configuration makes no model: {error}") from error
+    attention = {
+        "num_kv_heads": get_size(config, "num_key_value_heads", num_heads),
+        "head_dim": get_size(config, "head_dim", width // max(num_heads, 1)),
+        "rope": particular.pop("rope") if "rope" in particular else _rope(config),
+    }
+    slides = None
+    if sliding_layers:
+        window = get_size(config, "sliding_window")
+        slides = SlidingConfig(sliding_layers, window, **{**attention, **(sliding or {})})
+    return TransformerConfig(
+        vocab_size=get_size(config, "vocab_size"),
+        width=width,
+        mlp_width=get_size(config, "intermediate_size"),
+        num_layers=get_size(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        norm_eps=get_number(config, "rms_norm_eps", 1e-6),
+        max_len=get_size(config, "max_position_embeddings", 2048),
+        tied_head=_flag(config, "tie_word_embeddings"),
+        sliding=slides,
+        **{**attention, **particular},
+    )
 
 
 def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
@@ -261,14 +283,14 @@ def _llama_config(config: Mapping[str, Any]) -> TransformerConfig:
 def _mistral_config(config: Mapping[str, Any]) -> TransformerConfig:
     """Mistral: Llama, in the first version with a sliding window in every layer."""
     config = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
-    slides = config["sliding_window"] is not None
-    layers = _layers_of(config, lambda i: slides) if slides else ()
+    config["layer_types"] = None  # which this family's models do not heed
+    layers = () if config["sliding_window"] is None else _layers_of(config, lambda i: True)
     return _transformer_config(config, architecture="mistral", sliding_layers=layers)
 
 
 def _qwen_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The sliding-window layers of Qwen2 and 3, few of whose checkpoints have any."""
-    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
+    if not _flag(config, "use_sliding_window") or config["sliding_window"] is None:
         return ()
     first = get_size(config, "max_window_layers", 28)
     return _layers_of(config, lambda i: i >= first)
@@ -276,16 +298,16 @@ def _qwen_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _qwen2_config(config: Mapping[str, Any]) -> TransformerConfig:
     """Qwen2 and 2.5: Llama with biases on queries, keys and values."""
+    config = {"sliding_window": 4096, **config}
     layers = _qwen_windows(config)
     return _transformer_config(config, architecture="qwen2", sliding_layers=layers, qkv_bias=True)
 
 
 def _qwen3_config(config: Mapping[str, Any]) -> TransformerConfig:
     """Qwen3, dense: Llama with normalised queries and keys."""
+    config = {"sliding_window": 4096, "head_dim": 128, **config}
     layers = _qwen_windows(config)
-    return _transformer_config(
-        {"head_dim": 128, **config}, architecture="qwen3", sliding_layers=layers, qk_norm=True
-    )
+    return _transformer_config(config, architecture="qwen3", sliding_layers=layers, qk_norm=True)
 
 
 def _gemma_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,9 +410,7 @@ def _gemma4_config(config: Mapping[str, Any]) -> TransformerConfig:
         )
     sizes = {"num_kv_heads": get_size(config, "num_key_value_heads")}
     sizes["head_dim"] = get_size(config, "head_dim")
-    from_keys = config.get("attention_k_eq_v", False)
-    if not isinstance(from_keys, bool):
-        raise CheckpointError(f"attention_k_eq_v must be true or false, got {from_keys!r}")
+    from_keys = _flag(config, "attention_k_eq_v")
     if from_keys:
         heads = get_size(config, "num_global_key_value_heads", sizes["num_kv_heads"])
         config["num_key_value_heads"] = heads
@@ -400,7 +420,7 @@ def _gemma4_config(config: Mapping[str, Any]) -> TransformerConfig:
         architecture="gemma4_text",
         rope=rope,
         sliding_layers=layers,
-        sliding={"rope": _rope_of(config, _SLIDING, 1e4), **sizes},
+        sliding={"rope": _rope_of(config, _SLIDING, 1e4), **sizes} if layers else None,
         qk_norm=True,
         value_norm=True,
         values_from_keys=from_keys,
@@ -411,7 +431,7 @@ def _gemma4_config(config: Mapping[str, Any]) -> TransformerConfig:
 
 
 _LLAMA = Architecture(
-    config=_llama_config,
+    translate=_llama_config,
     weights={
         "embed/weight": Weight("model.embed_tokens.weight", "token_embd.weight"),
         "layer_{i}/attention_norm/scale": Weight(

@@ -120,12 +120,13 @@ def read_params(
                 raise CheckpointError(f"tensor {names[path]} holds {array.dtype}, not integers")
             return jnp.array(array, leaf.dtype)
         _check_finite(array, names[path])
-        # One copy at a time beside the stored array: large tensors are a large part of memory.
+        # One copy at a time beside the stored array, until the parameter is there: large tensors
+        # are a large part of memory.
         array = convert(path, array)
         if array.dtype == np.float64:
             array = array.astype(np.float32)
         array = array.astype(dtype if array.ndim == 2 else np.float32, copy=False)
-        return jnp.array(array)
+        return jax.block_until_ready(jnp.array(array))
 
     arrays = {path: read(path, leaf) for path, leaf in flat.items()}
     return flax.traverse_util.unflatten_dict(arrays, sep="/")

@@ -21,7 +21,7 @@ import safetensors.numpy
 
 from specjax.checkpoints.architectures import get_architecture, get_size, raw_rope
 from specjax.checkpoints.checkpoint import check_depth, read_params
-from specjax.checkpoints.errors import CheckpointError
+from specjax.checkpoints.errors import CheckpointError, name_some
 from specjax.checkpoints.huggingface import open_weights, read_json
 from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark, DSparkConfig
@@ -82,13 +82,13 @@ def open_dspark(
     kind = _kind(raw)
     try:
         model = DSpark(_config(raw))
+        if not any_target:
+            _check_target(raw, target)
         check_fits(model, target)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    if not any_target:
-        _check_target(raw, target)
     tensors = open_weights(directory)
     check_depth(tensors, model.config.backbone.num_layers)
     shapes = model.param_shapes()
@@ -198,14 +198,11 @@ def _write(
     """Writes one checkpoint; vectors stay in float32.
 
     Raises:
-      ValueError: the directory exists, and is not to be replaced; an unknown dtype; or draft
-        layers with options that config.json does not tell of.
+      ValueError: the directory exists, and is not to be replaced; an unknown dtype; draft
+        layers with options that config.json does not tell of; or values that are not finite.
     """
-    if directory.exists() and not (replace and (directory / "config.json").is_file()):
-        raise ValueError(
-            f"{directory} exists: remove it, give another folder, or replace the drafter that "
-            f"it holds (replace=True)"
-        )
+    check_place(directory, replace=replace)
+    directory = directory.resolve()
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     _check_layers(_config(raw).backbone, config.backbone)
@@ -215,21 +212,52 @@ def _write(
         names[path]: np.asarray(leaf.astype(dtype) if leaf.ndim == 2 else leaf)
         for path, leaf in flat.items()
     }
+    broken = [name for name, array in tensors.items() if not np.all(np.isfinite(array))]
+    if broken:
+        raise ValueError(f"{name_some(broken)} hold NaN or infinite values: training diverged")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    partial, old = scratch / "new", scratch / "old"
     try:
-        (partial / "config.json").write_text(json.dumps(raw, indent=2))
+        partial.mkdir()
+        lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in raw.items())
+        (partial / "config.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
         # transformers reads files that name the framework whose layout they have.
         safetensors.numpy.save_file(tensors, partial / "model.safetensors", {"format": "pt"})
-        # Readable by others, as plain files and folders are; these were made private.
-        (partial / "model.safetensors").chmod(0o644)
-        partial.chmod(0o755)
+        (partial / "model.safetensors").chmod(0o644)  # readable by others, as plain files are
         if directory.exists():
-            shutil.rmtree(directory)
+            directory.rename(old)
         partial.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    finally:
+        if old.exists() and not directory.exists():
+            old.rename(directory)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_place(directory: Path, *, replace: bool) -> None:
+    """Makes sure that a checkpoint can be written there without loss of anything else.
+
+    Raises:
+      ValueError: something is there, and is no drafter, or is not to be replaced.
+    """
+    if not os.path.lexists(directory):
+        return
+    if not _holds_drafter(directory):
+        raise ValueError(f"{directory} exists and is no drafter's folder: give another folder")
+    if not replace:
+        raise ValueError(
+            f"{directory} exists: remove it, give another folder, or have its drafter replaced "
+            f"(replace=True)"
+        )
+
+
+def _holds_drafter(directory: Path) -> bool:
+    """Whether a folder holds a drafter's checkpoint and nothing else."""
+    try:
+        _kind(read_json(directory / "config.json"))
+        return {path.name for path in directory.iterdir()} <= {"config.json", "model.safetensors"}
+    except (CheckpointError, OSError):
+        return False
 
 
 def _check_layers(stored: TransformerConfig, backbone: TransformerConfig) -> None:
@@ -252,8 +280,8 @@ def _check_target(raw: Mapping[str, Any], target: Target) -> None:
         raise CheckpointError(
             f"it was trained for the target {raw.get('target_name')!r} (fingerprint "
             f"{str(recorded)[:12]}), and {target.name!r} ({found[:12]}) has other weights: load "
-            f"it for its own target, or with any_target=True, with which few drafts may be "
-            f"accepted"
+            f"it for its own target (config.target), or with any_target=True (config.any_target), "
+            f"with which few drafts may be accepted"
         )
 
 
@@ -263,7 +291,7 @@ def _restrict(model: DSpark, params: PyTree, raw: Mapping[str, Any]) -> tuple[DS
     if not isinstance(given, Mapping):
         raise CheckpointError(f"specjax must be a mapping, got {given!r}")
     ids, candidates = given.get("draft_vocab"), _get_optional_size(given, "candidates")
-    if not isinstance(ids, list | None):
+    if not isinstance(ids, list | None) or any(type(index) is not int for index in ids or ()):
         raise CheckpointError(f"draft_vocab must be a list of token ids, got {ids!r}")
     try:
         return restrict(model, params, ids, candidates)
@@ -354,7 +382,12 @@ def _raw_layers(backbone: TransformerConfig) -> dict[str, Any]:
     """What is particular to the family of the draft layers, Qwen3 unless it is Gemma 4."""
     rope = raw_rope(backbone.rope)
     if backbone.architecture != "gemma4_text":
-        return {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": rope}
+        return {
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "rope_parameters": rope,
+            "rope_theta": backbone.rope.theta,  # for readers of the older spelling
+        }
     return {
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",

@@ -145,11 +145,16 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) ->
     for key in ("rms_norm_eps", "max_position_embeddings"):  # no default in this format
         if config[key] is None:
             raise CheckpointError(f"the metadata lacks {prefix}.{_CONFIG_KEYS[key]}")
+    # Stored in float32: 1e-05 comes as 9.99999975e-06.
+    config["rms_norm_eps"] = float(f"{get_number(config, 'rms_norm_eps'):.6g}")
     if config["vocab_size"] is None:  # left out by older files
         tokens = metadata.get("tokenizer.ggml.tokens")
         config["vocab_size"] = len(tokens) if isinstance(tokens, list) else None
     if config["head_dim"] is None:
         config["head_dim"] = options.get("rope.dimension_count")
+    if config["head_dim"] is None:
+        num_heads = get_size(config, "num_attention_heads")
+        config["head_dim"] = get_size(config, "hidden_size") // max(num_heads, 1)
     for name in ("rope.dimension_count", "attention.value_length"):
         if options.get(name, config["head_dim"]) != config["head_dim"]:
             raise CheckpointError(

@@ -15,7 +15,6 @@ import safetensors.numpy
 
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.huggingface import open_safetensors, read_json
-from specjax.drafters.dspark_init import unused_token
 from specjax.files import replacing, write_json
 from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
@@ -39,16 +38,13 @@ class TargetHead(Target):
         return self.whole
 
 
-def save_head(directory: Path, target: Target, mask_token_id: int | None) -> None:
+def save_head(directory: Path, target: Target, mask_token_id: int) -> None:
     """Writes a target's embedding, head and sizes.
 
     Args:
       directory: exists.
       target: of specjax.
-      mask_token_id: for drafters; None chooses one (`unused_token`).
-
-    Raises:
-      ValueError: no mask token can be chosen.
+      mask_token_id: for drafters.
     """
     assert isinstance(target.model, TransformerTarget)  # it gave hidden states
     config = target.model.config
@@ -64,7 +60,7 @@ def save_head(directory: Path, target: Target, mask_token_id: int | None) -> Non
         "dtype": target.dtype,
         "stop_ids": target.stop_ids,
         "fingerprint": target.fingerprint(),
-        "mask_token_id": unused_token(target) if mask_token_id is None else mask_token_id,
+        "mask_token_id": mask_token_id,
         "config": dataclasses.asdict(config),
     }
     write_json(directory / _CONFIG, about)

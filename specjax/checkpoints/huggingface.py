@@ -39,13 +39,16 @@ def open_huggingface(directory: Path) -> Checkpoint:
         hint = f"; to load a GGUF file, give its path ({inside[0]})" if inside else ""
         raise CheckpointError(f"the directory {directory} has no config.json{hint}")
     config = read_json(directory / "config.json")
-    if any(str(kind).endswith(_DRAFTERS) for kind in config.get("architectures") or ()):
+    kinds = config.get("architectures")
+    if isinstance(kinds, list) and any(str(kind).endswith(_DRAFTERS) for kind in kinds):
         raise CheckpointError(f"{directory} holds a drafter: load it with load_drafter")
     tensors = open_weights(directory)
     if isinstance(config.get("text_config"), dict):
         # A model of images and sound too, of which the language model is used.
-        text, ends = config["text_config"], config.get("eos_token_id")
-        config = {**config, **text, "eos_token_id": text.get("eos_token_id") or ends}
+        text = config["text_config"]
+        if text.get("eos_token_id") is None:
+            text = {**text, "eos_token_id": config.get("eos_token_id")}
+        config = {**config, **text}
         tensors = _language_tensors(tensors)
     return Checkpoint(
         format="huggingface",
@@ -59,12 +62,18 @@ def open_huggingface(directory: Path) -> Checkpoint:
 
 def _language_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Those of a nested language model, under the names that it has alone."""
-    renamed = {}
+    if not any(name.startswith(tuple(_LANGUAGE_PREFIXES)) for name in tensors):
+        return dict(tensors)
+    renamed: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        for prefix, alone in _LANGUAGE_PREFIXES.items():
-            if name.startswith(prefix):
-                renamed[alone + name.removeprefix(prefix)] = tensor
-    return renamed or dict(tensors)
+        for prefix, alone in {**_LANGUAGE_PREFIXES, "lm_head.": "lm_head."}.items():
+            new = alone + name.removeprefix(prefix)
+            if not name.startswith(prefix):
+                continue
+            if new in renamed:
+                raise CheckpointError(f"the checkpoint has {new} of its language model twice")
+            renamed[new] = tensor
+    return renamed
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -92,8 +101,11 @@ def open_weights(directory: Path) -> dict[str, StoredTensor]:
         return open_safetensors(directory / _WEIGHTS)
     if (directory / _INDEX).is_file():
         tensors = {}
-        for shard in _shards(directory / _INDEX):
-            tensors |= open_safetensors(directory / shard)
+        places = _weight_map(directory / _INDEX)
+        for shard in sorted(set(places.values())):
+            stored = open_safetensors(directory / shard)
+            # A file may also hold what the index says is in another.
+            tensors |= {n: tensor for n, tensor in stored.items() if places.get(n, shard) == shard}
         return tensors
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLED)
     if pickled:
@@ -104,20 +116,20 @@ def open_weights(directory: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(f"{directory} has no weights: expected {_WEIGHTS} or {_INDEX}")
 
 
-def _shards(index: Path) -> list[str]:
-    """The shard files that an index names, all of which exist beside it."""
+def _weight_map(index: Path) -> dict[str, str]:
+    """The shard file of each tensor; all of them exist beside the index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' from tensor names to shards")
-    shards = sorted({str(shard) for shard in weight_map.values()})
-    for shard in shards:
+    places = {name: str(shard) for name, shard in weight_map.items()}
+    for shard in sorted(set(places.values())):
         if Path(shard).name != shard:
             raise CheckpointError(f"{index} names a shard outside its directory: {shard!r}")
         if not (index.parent / shard).is_file():
             raise CheckpointError(
                 f"{index} names the shard {shard!r}, which is missing: download it again"
             )
-    return shards
+    return places
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:

@@ -216,7 +216,7 @@ def user_prefix(target: Target) -> list[int]:
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError(
             f"{target.name} has no tokeniser with a chat template to write user turns from: "
-            f"give prompts"
+            f"give prompts, or token ids (config.texts, see specjax.data.texts.save_texts)"
         )
     mark = "\N{SYMBOL FOR UNIT SEPARATOR}"
     text = tokenizer.apply_chat_template(

@@ -193,6 +193,9 @@ class CacheWriter:
         if state.get("sha256") != digest(sealed):
             raise CacheError(f"{path} was changed by another program: remove the folder")
         found = changes(state["header"], self._header)
+        if found and not state["shards"]:  # nothing is lost
+            self._save_progress()
+            return
         if found:
             raise CacheError(
                 f"{self._directory} holds an unfinished cache made with another "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from specjax.decoding.types import DraftDist, SamplingParams, SamplingState
+from specjax.decoding.types import AnyArray, DraftDist, SamplingParams, SamplingState
 
 _DRAFT, _ACCEPT, _NEXT = range(3)
 _PIECE = 256  # tokens of the vocabulary that `sample` and `largest` take together at first
@@ -28,7 +28,7 @@ class RoundKeys(NamedTuple):
 
 
 def round_keys(
-    seed_B: Integer[Array, " B"], anchor_position_B: Int[Array, " B"], draft_len: int
+    seed_B: Integer[AnyArray, " B"], anchor_position_B: Int[Array, " B"], draft_len: int
 ) -> RoundKeys:
     """Keys from (row seed, anchor position, purpose, draft offset), for rejection.
 
@@ -50,7 +50,7 @@ def round_keys(
 
 
 def coupled_keys(
-    seed_B: Integer[Array, " B"], anchor_position_B: Int[Array, " B"], draft_len: int
+    seed_B: Integer[AnyArray, " B"], anchor_position_B: Int[Array, " B"], draft_len: int
 ) -> RoundKeys:
     """Keys from (row seed, absolute position), for coupled acceptance.
 

@@ -59,10 +59,8 @@ def init_dspark(
     model = target.model
     if not isinstance(model, TransformerTarget):
         raise ValueError("a new drafter needs a target loaded by specjax")
-    depth = model.config.num_layers
     if taps is None:
-        taps = sorted({round(tap) for tap in np.linspace(min(1, depth - 2), max(depth - 3, 1), 5)})
-        taps = [tap for tap in taps if tap <= depth - 2]
+        taps = default_taps(model.config.num_layers)
     known = {field.name for field in dataclasses.fields(DSparkConfig)}
     known -= {"backbone", "draft_vocab_size"}
     if unknown := sorted(options.keys() - known):
@@ -94,6 +92,33 @@ def init_dspark(
     if ids is not None:
         params["draft_ids"] = ids
     return drafter, attach_target(drafter, params, target)
+
+
+def default_taps(depth: int) -> tuple[int, ...]:
+    """Five layers (fewer of few) from the second to the last but two, evenly spread.
+
+    Args:
+      depth: layers of the target.
+    """
+    spread = np.linspace(min(1, depth - 2), max(depth - 3, 1), 5)
+    return tuple(sorted({min(round(tap), depth - 2) for tap in spread}))
+
+
+def check_taps(taps: Sequence[int], target: Target, depth: int) -> None:
+    """Makes sure that a target has the layers, and not its last among them.
+
+    Of the last layer some implementations store the normed state, so none may tap it.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1:
+        raise ValueError(f"taps must be increasing layers from -1, the embedding; got {taps}")
+    if taps[-1] > depth - 2:
+        raise ValueError(
+            f"taps {taps} reach beyond layer {depth - 2}, the last but one of {target.name}: tap "
+            f"earlier layers; a checkpoint of these was made for another target"
+        )
 
 
 def _backbone(target: TransformerConfig, num_layers: int) -> TransformerConfig:
@@ -298,13 +323,7 @@ def check_fits(model: DSpark, target: Target) -> None:
             f"the drafter is {config.backbone.width} wide and {target.name} {other.config.width}: "
             f"it was made for another target"
         )
-    # Of the last layer some implementations store the normed state, so none may tap it.
-    if config.taps[-1] > other.config.num_layers - 2:
-        raise ValueError(
-            f"taps {config.taps} reach beyond layer {other.config.num_layers - 2}, the last but "
-            f"one of {target.name}: tap earlier layers; a checkpoint of these was made for "
-            f"another target"
-        )
+    check_taps(config.taps, target, other.config.num_layers)
 
 
 def unused_token(target: Target) -> int:

@@ -22,6 +22,7 @@ from specjax.data.target_cache import (
     check_room,
 )
 from specjax.data.texts import save_texts
+from specjax.drafters.dspark_init import check_taps, default_taps, unused_token
 from specjax.evaluation.report import environment
 from specjax.files import digest, write_json
 from specjax.models.transformer import TransformerTarget
@@ -48,7 +49,12 @@ def run(config: ConfigDict, workdir: Path) -> None:
     target = specjax.load_target(config.target, dtype=config.dtype)
     if not isinstance(target.model, TransformerTarget):
         raise ValueError(f"{config.target} gives no hidden states to train a drafter from")
-    taps, width = tuple(config.taps), target.model.config.width
+    depth, width = target.model.config.num_layers, target.model.config.width
+    taps = tuple(config.taps) or default_taps(depth)
+    check_taps(taps, target, depth)
+    mask_token_id = config.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = unused_token(target)
     folder = workdir / "cache"
     size = cache_bytes(config.tokens, 0, len(taps), width)
     print(f"{config.tokens} tokens with {len(taps)} taps will take about {size / 1e9:.2f} GB")
@@ -62,7 +68,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if given is not None:
         made_with["texts"] = digest([text.tokens_T.tolist() for text in given])
     writer = CacheWriter(folder, taps=taps, width=width, made_with=made_with)
-    save_head(folder, target, config.mask_token_id)
+    save_head(folder, target, mask_token_id)
     if given is not None:
         batches = _read_given(target, given, taps, writing, writer.cursor)
     else:

@@ -72,7 +72,10 @@ def load_models(config: ConfigDict) -> tuple[specjax.Target, specjax.Drafter]:
     """The target and the drafter that the config names."""
     target = specjax.load_target(config.target, dtype=config.dtype)
     drafter = specjax.load_drafter(
-        config.drafter, target, candidates=config.candidates, any_target=config.any_target
+        config.drafter,
+        target,
+        candidates=config.candidates,
+        any_target=bool(config.get("any_target", False)),
     )
     return target, drafter
 

@@ -42,7 +42,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     files = find_prompt_files(config.prompts)
     texts = {name: read_prompts(path, config.limit) for name, path in files.items()}
     target, drafter = load_models(config)
-    prompts = {name: encode_prompts(target, rows, chat=True) for name, rows in texts.items()}
+    prompts = {name: encode_prompts(target, rows, config.chat) for name, rows in texts.items()}
     for name, rows in prompts.items():
         room(target, name, rows, settings.max_new_tokens)  # none is too long
     made_with |= {

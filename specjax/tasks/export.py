@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from specjax.checkpoints.dspark import export_dspark
+from specjax.checkpoints.dspark import check_place, export_dspark
 from specjax.drafters import DSpark
 from specjax.evaluation.report import environment
 from specjax.files import write_json
@@ -19,7 +19,10 @@ def run(config: ConfigDict, workdir: Path) -> None:
         not hold, or a workdir that cannot be written to or has an exported drafter.
     """
     values = plain_config(config)
+    if not config.drafter:
+        raise ValueError("nothing to export: set config.drafter to a DSpark drafter's folder")
     open_workdir(workdir)
+    check_place(workdir / "deepspec", replace=config.replace)
     target, drafter = load_models(config)
     model = drafter.model
     if not isinstance(model, DSpark):

@@ -33,7 +33,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if not texts:
         raise ValueError("config.prompts is empty: name at least one built-in prompt")
     target, drafter = load_models(config)
-    ids = encode_prompts(target, list(texts.values()), chat=True)
+    ids = encode_prompts(target, list(texts.values()), config.chat)
     with ProgressBar(outputs(target, len(ids), settings, config.check)) as bar:
         comparisons = compare(
             target,

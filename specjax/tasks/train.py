@@ -11,13 +11,18 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import specjax
-from specjax.checkpoints.dspark import open_dspark, save_dspark
+from specjax.checkpoints.dspark import check_place, open_dspark, save_dspark
 from specjax.checkpoints.dtype import resolve_dtype
 from specjax.checkpoints.head import load_head
 from specjax.data.target_cache import TargetCache, TokenSequence
 from specjax.decoding.types import PyTree
 from specjax.drafters.dspark import DSpark
-from specjax.drafters.dspark_init import init_dspark, language_model_head, with_block_size
+from specjax.drafters.dspark_init import (
+    attach_target,
+    init_dspark,
+    language_model_head,
+    with_block_size,
+)
 from specjax.evaluation.report import environment
 from specjax.files import write_json
 from specjax.tasks.common import (
@@ -40,6 +45,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """
     values = plain_config(config)
     open_workdir(workdir)
+    folder = workdir / "drafter"
+    check_place(folder, replace=True)
     enable_compilation_cache(config.compilation_cache)
     losses = LossWeights(**config.losses)
     dtype = resolve_dtype(config.training.compute_dtype)
@@ -77,7 +84,6 @@ def run(config: ConfigDict, workdir: Path) -> None:
             save_every=config.save_every,
             on_step=show,
         )
-    folder = workdir / "drafter"
     save_dspark(folder, model, trainer.best_params(workdir), target, replace=True)
     size = sum(path.stat().st_size for path in folder.iterdir())
     report = {
@@ -118,6 +124,8 @@ def _drafter(
     options = dict(config.drafter)
     if config.start:
         model, params = open_dspark(Path(config.start), target, any_target=config.any_target)
+        # Checkpoints that have an embedding and a head may have rounded them.
+        params = attach_target(model, params, target)
         return with_block_size(model, options["block_size"]), params
     count, layers_from = options.pop("draft_vocab"), options.pop("layers_from")
     if layers_from and config.cache:

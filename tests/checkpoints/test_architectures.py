@@ -24,6 +24,7 @@ from tests.toys import ScriptedDrafter
 from .conftest import read_golden
 
 DATA = Path(__file__).parents[1] / "data"
+MISSING = object()  # a key that is taken out
 FAMILIES = ("qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gemma4")  # beside Llama
 SLIDING = (
     "mistral",
@@ -120,18 +121,51 @@ def test_a_language_model_nested_in_a_larger_one(tmp_path):
         target = load_target(tmp_path, dtype="float32")
         golden.check(target)
     assert target.stop_ids == (1, 5)
+    twice = {"model.language_model.norm.weight": golden.tensors["model.norm.weight"]}
+    safetensors.numpy.save_file(tensors | twice, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight of its language model twice"):
+        load_target(tmp_path, dtype="float32")
+
+
+def test_a_nested_language_model_with_a_head_of_its_own(tmp_path):
+    golden = read_golden(DATA / "mistral")
+    text = golden.config | {"eos_token_id": 0}
+    raw = {"model_type": "mistral3", "eos_token_id": 5, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = {
+        name if name.startswith("lm_head") else f"model.language_model.{name[6:]}": array
+        for name, array in golden.tensors.items()
+    }
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    target = load_target(tmp_path, dtype="float32")
+    golden.check(target)
+    assert target.stop_ids == (0,)
+
+
+def test_rotary_bases_by_kind_may_stand_at_the_top_level():
+    raw = json.loads((DATA / "gemma3" / "config.json").read_text())
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}
+    raw |= {"rope_parameters": ropes, "rope_theta": 5e5, "rope_local_base_freq": 3e4}
+    config = get_architecture(raw).config(raw)
+    assert (config.rope.kind, config.rope.theta) == ("linear", 5e5)
+    assert config.sliding.rope.theta == 3e4
+
+
+WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize(
     ("changes", "window", "layers"),
     [
         ({}, None, ()),
-        ({"sliding_window": 8, "use_sliding_window": False}, None, ()),
-        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, 8, (1, 2)),
+        ({**WINDOWS, "use_sliding_window": False}, None, ()),
+        (WINDOWS, 8, (1, 2)),
+        ({**WINDOWS, "sliding_window": MISSING, "max_window_layers": 2}, 4096, (2,)),
     ],
 )
 def test_windows_of_qwen(changes, window, layers):
     raw = json.loads((DATA / "qwen2" / "config_hub.json").read_text()) | changes
+    raw = {key: value for key, value in raw.items() if value is not MISSING}
     sliding = get_architecture(raw).config(raw).sliding
     assert (sliding.window, sliding.layers) == (window, layers) if layers else sliding is None
 
@@ -139,7 +173,14 @@ def test_windows_of_qwen(changes, window, layers):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("mistral", {"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
+        ("mistral", {"rope_scaling": {"type": "linear", "factor": 8}}, "and rope_scaling differ"),
+        ("mistral", {"rope_parameters": {"full_attention": {}}}, "by kind of layer are not supp"),
+        ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window must be true or false"),
+        ("gemma2", {"final_logit_softcapping": 1e300}, "a number that float32 holds"),
+        ("gemma3", {"query_pre_attn_scalar": 1e-300}, "a number that float32 holds"),
+        ("gemma3", {"layer_types": [["x"]] * 3}, "layer_types must name 3 layers"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {}}}, "lacks full_attention"),
+        ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, "makes no model.*theta"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
         ("gemma2", {"layer_types": "sliding_attention"}, "layer_types must name 3 layers"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 3}, "as full_attention or sliding"),
@@ -148,6 +189,7 @@ def test_windows_of_qwen(changes, window, layers):
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
         ("gemma3", {"use_bidirectional_attention": True}, "decoding is causal"),
         ("gemma3", {"final_logit_softcapping": -1}, "makes no model.*'logit_cap': -1"),
+        ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": -1}}, "makes no model"),
         ("gemma4", {"hidden_size_per_layer_input": 256}, "per-layer embeddings"),
         ("gemma4", {"hidden_size_per_layer_input": None}, "per-layer embeddings"),
         ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),

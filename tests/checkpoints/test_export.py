@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -53,7 +55,7 @@ def test_files_are_those_of_deepspec(tmp_path, kind):
     folder = export(tmp_path / "a" / "drafter", drafter, golden_target(), dtype="float32")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["drafter"]
     config, expected = read_config(folder), read_config(FOLDER / kind)
-    assert config.keys() - expected.keys() == {"target_name", "target_fingerprint"}
+    assert config.keys() - expected.keys() == {"target_name", "target_fingerprint", "rope_theta"}
     assert expected.keys() - config.keys() == DEFAULTS
     num_anchors = {"num_anchors": 512}  # of training, which the drafter does not know
     same = {key: expected[key] for key in expected.keys() - DEFAULTS} | num_anchors
@@ -159,6 +161,47 @@ def test_a_drafter_is_replaced_only_when_told_to(tmp_path):
     assert_same(load_drafter(folder, target), golden_drafter("dspark_rnn"))
 
 
+def test_what_is_no_drafter_alone_is_not_replaced(tmp_path):
+    target, drafter = golden_target(), golden_drafter("dflash")
+    folder = export(tmp_path / "drafter", drafter, target)
+    (folder / "notes.txt").write_text("mine")
+    shutil.copytree(FOLDER / "target", tmp_path / "model")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("drafter", "model", "dangling"):
+        with pytest.raises(ValueError, match="exists and is no drafter's folder"):
+            export(tmp_path / name, drafter, target, replace=True)
+    assert (folder / "notes.txt").exists()
+    (folder / "notes.txt").unlink()
+    (tmp_path / "link").symlink_to(folder)
+    export(tmp_path / "link", golden_drafter("dspark_rnn"), target, dtype="float32", replace=True)
+    assert_same(load_drafter(folder, target), golden_drafter("dspark_rnn"))
+
+
+def test_a_failed_replacement_leaves_the_old_one(tmp_path, monkeypatch):
+    target, folder = golden_target(), tmp_path / "drafter"
+    export(folder, golden_drafter("dflash"), target, dtype="float32")
+    rename = Path.rename
+
+    def fail(path, to):
+        if path.name == "new":
+            raise OSError(16, "Device or resource busy")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="busy"):
+        export(folder, golden_drafter("dspark_rnn"), target, replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+    assert_same(load_drafter(folder, target), golden_drafter("dflash"))
+
+
+def test_drafters_that_diverged_are_not_written(tmp_path):
+    drafter = golden_drafter("dflash")
+    params = {**drafter.params, "fc": {"weight": drafter.params["fc"]["weight"] * np.nan}}
+    with pytest.raises(ValueError, match=r"fc\.weight hold NaN or infinite values"):
+        export_dspark(tmp_path / "drafter", drafter.model, params, golden_target())
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_the_format_does_not_hold_is_refused(tmp_path):
     target, drafter = golden_target(), golden_drafter("dspark_rnn")
     config = drafter.model.config
@@ -184,6 +227,7 @@ def test_what_the_format_does_not_hold_is_refused(tmp_path):
     [
         ([1, 2], r"specjax must be a mapping, got \[1, 2\]"),
         ({"draft_vocab": [1, 97]}, "draft_vocab must be distinct token ids from 0 to 96"),
+        ({"draft_vocab": [0, True, 5]}, "draft_vocab must be a list of token ids"),
         ({"draft_vocab": "all"}, "draft_vocab must be a list of token ids, got 'all'"),
         ({"candidates": "7"}, "candidates must be a number, got '7'"),
         ({"candidates": 98}, "candidates"),

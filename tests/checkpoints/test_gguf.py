@@ -104,6 +104,15 @@ def test_q8_logits(golden: Golden, tmp_path: Path) -> None:
     assert np.sqrt(np.mean((logits - wanted) ** 2) / np.mean(wanted**2)) < 0.05
 
 
+def test_heads_share_the_width_where_the_file_does_not_say(data_dir: Path, tmp_path: Path) -> None:
+    config = read_golden(data_dir / "gemma3").config
+    raw = {key: value for key, value in config.items() if key != "head_dim"}
+    opened = open_gguf(write_gguf(tmp_path / "m.gguf", raw, {}, architecture="gemma3"))
+    model = opened.architecture.config(opened.config)
+    assert model.head_dim == 8
+    assert model.attention_scale == pytest.approx(8**-0.5)
+
+
 def test_default_rope(untied: Golden, tmp_path: Path) -> None:
     target = load(write(tmp_path / "model.gguf", untied, original_max_len=None))
     assert target.model.config.rope.kind == "default"

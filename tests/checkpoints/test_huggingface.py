@@ -50,6 +50,16 @@ def test_shards_equal_one_file(golden: Golden, tmp_path: Path) -> None:
     golden.check(load(str(tmp_path)))
 
 
+def test_the_index_says_which_shard_has_a_tensor(untied: Golden, tmp_path: Path) -> None:
+    stale = {"model.norm.weight": np.full(32, 7.0, np.float32)}
+    for name, tensors in (("a.safetensors", untied.tensors), ("b.safetensors", stale)):
+        safetensors.numpy.save_file(tensors, tmp_path / name)
+    index = {"weight_map": dict.fromkeys(untied.tensors, "a.safetensors") | {"x": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copyfile(untied.directory / "config.json", tmp_path / "config.json")
+    untied.check(load(tmp_path))
+
+
 def test_params_have_the_declared_structure_and_dtypes(golden: Golden) -> None:
     target = load_target(golden.directory, dtype="bfloat16")
     assert isinstance(target.model, TransformerTarget)
@@ -172,6 +182,7 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"attention_bias": True}, r"attention_bias=True is not supported"),
         ({"mlp_bias": True}, r"mlp_bias=True is not supported"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported: only 'silu'"),
+        ({"residual_multiplier": 0.22}, r"residual_multiplier=0.22 is not supported"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn"}}, r"rope type 'yarn'.*default, linear, llama3"),

@@ -131,7 +131,9 @@ def test_training_pass_equals_a_slow_one(options):
 @pytest.mark.parametrize(
     ("options", "draft_len"),
     [
-        (options, count) if count == 5 else pytest.param(options, count, marks=pytest.mark.slow)
+        pytest.param(
+            options, count, marks=[pytest.mark.slow] * (options is OPTIONS[2] or count < 5)
+        )
         for options, count in itertools.product(OPTIONS, (1, 2, 5))
     ],
     ids=str,
@@ -157,7 +159,11 @@ def test_drafts_equal_those_without_caches_after_any_accepted_lengths(options, d
         state, _ = jitted_step(target.params, params, state, **static)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS[2], *(pytest.param(options, marks=pytest.mark.slow) for options in OPTIONS[:2])],
+    ids=str,
+)
 def test_caches_after_rounds_hold_the_chain_over_the_text(options):
     target, model, params = make(2, options)
     static = {"target": target.model, "drafter": model, "config": DecodeConfig(4)}
@@ -179,7 +185,10 @@ def test_caches_after_rounds_hold_the_chain_over_the_text(options):
         )
 
 
-@pytest.mark.parametrize(("acceptance", "temperature"), [("rejection", 0.0), ("coupled", 0.8)])
+@pytest.mark.parametrize(
+    ("acceptance", "temperature"),
+    [("rejection", 0.0), pytest.param("coupled", 0.8, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "draft_len",
     [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)],

@@ -1,6 +1,7 @@
 """From a target to a trained drafter through the tasks, without loading the target twice."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -70,8 +71,18 @@ def test_cache_then_train_then_decode(target, get_config, tmp_path, capsys, monk
     assert json.loads((tmp_path / "run/report.json").read_text()) == report
 
 
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Every batch of a cache ends a shard; the class that writes them."""
+    writer = cache.CacheWriter
+    monkeypatch.setattr(cache, "CacheWriter", functools.partial(writer, shard_bytes=1))
+    return writer
+
+
 @pytest.mark.slow
-def test_cache_goes_on_after_an_interruption(target, get_config, tmp_path, monkeypatch):
+def test_cache_goes_on_after_an_interruption(
+    target, small_shards, get_config, tmp_path, monkeypatch
+):
     config = get_config("cache", **CACHE)
     cache.run(config, tmp_path / "whole")
     calls, real = [], cache.write_answers
@@ -83,12 +94,12 @@ def test_cache_goes_on_after_an_interruption(target, get_config, tmp_path, monke
         return real(*args)
 
     monkeypatch.setattr(cache, "write_answers", stop)
-    monkeypatch.setattr(cache.CacheWriter.__init__, "__kwdefaults__", {"shard_bytes": 1})
     with pytest.raises(KeyboardInterrupt):
         cache.run(config, tmp_path / "halves")
     cache.run(config, tmp_path / "halves")
     whole, halves = (TargetCache(tmp_path / name / "cache") for name in ("whole", "halves"))
     assert len(calls) > 4
+    assert calls[3][-1] == 2  # the batches of finished shards are not written again
     for left, right in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
         np.testing.assert_array_equal(left.taps_TMD, right.taps_TMD)
@@ -162,11 +173,12 @@ def test_given_answers_make_a_cache_that_their_texts_make_again(
 
 
 @pytest.mark.slow
-def test_given_texts_go_on_after_an_interruption(target, chats, get_config, tmp_path, monkeypatch):
+def test_given_texts_go_on_after_an_interruption(
+    target, chats, small_shards, get_config, tmp_path, monkeypatch
+):
     config = get_config("cache", **CACHE | chats | {"batch_size": 2})
     cache.run(config, tmp_path / "whole")
-    monkeypatch.setattr(cache.CacheWriter.__init__, "__kwdefaults__", {"shard_bytes": 1})
-    real, calls = cache.CacheWriter.add, []
+    real, calls = small_shards.add, []
 
     def stop(self, *args):
         calls.append(args)
@@ -174,7 +186,7 @@ def test_given_texts_go_on_after_an_interruption(target, chats, get_config, tmp_
             raise KeyboardInterrupt
         real(self, *args)
 
-    monkeypatch.setattr(cache.CacheWriter, "add", stop)
+    monkeypatch.setattr(small_shards, "add", stop)
     with pytest.raises(KeyboardInterrupt):
         cache.run(config, tmp_path / "halves")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "response": "another"}))

@@ -90,7 +90,7 @@ def main() -> None:
     positions = (1, 8) if arguments.smoke else (1, 2, 4, 8, 16, 32, 64, 100)
     auto = resolve_dtype("auto")
     by_dtype = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in (auto,) if arguments.smoke else ("float32", "bfloat16"):
         target = specjax.load_target("smollm2-135m", dtype=dtype)
         by_dtype[dtype] = measure(target, positions, repeats, rounds)
         if dtype == auto:

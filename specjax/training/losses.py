@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.drafters.dspark import BlockOutput
 from specjax.training.anchors import Blocks
@@ -101,11 +101,8 @@ def dspark_losses(
         raise ValueError(
             "the drafter has no confidence head: set the weight of its loss to 0, or add one"
         )
-    labels_BAG, known_BAG = blocks.labels_BAG, blocks.valid_BAG
-    if draft_ids is not None:
-        labels_BAG = jnp.searchsorted(draft_ids, blocks.labels_BAG).astype(jnp.int32)
-        labels_BAG = jnp.minimum(labels_BAG, len(draft_ids) - 1)
-        known_BAG &= draft_ids[labels_BAG] == blocks.labels_BAG
+    labels_BAG, known_BAG = draft_rows(blocks.labels_BAG, draft_ids)
+    known_BAG &= blocks.valid_BAG
     total_BAG = jnp.sum(probs_BAGV, axis=-1)
     normalizer_BAG = jax.nn.logsumexp(out.logits_BAGV, axis=-1)
     label_logit_BAG1 = jnp.take_along_axis(out.logits_BAGV, labels_BAG[..., None], axis=-1)
@@ -159,3 +156,13 @@ def dspark_losses(
         confidence_bias=bias,
         weight=total_weight,
     )
+
+
+def draft_rows(
+    tokens: Int[Array, "*rows"], draft_ids: Int[Array, " V"] | None
+) -> tuple[Int[Array, "*rows"], Bool[Array, "*rows"]]:
+    """Rows of a drafter's head that stand for tokens, and which tokens have one."""
+    if draft_ids is None:
+        return tokens, jnp.ones(tokens.shape, bool)
+    rows = jnp.minimum(jnp.searchsorted(draft_ids, tokens), len(draft_ids) - 1).astype(jnp.int32)
+    return rows, draft_ids[rows] == tokens

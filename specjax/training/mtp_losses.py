@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.training.losses import draft_rows
+
 _EPSILON = 1e-6  # in the denominators
 
 
@@ -98,7 +100,7 @@ def mtp_losses(
     length_BT = jnp.ones(tokens_BT.shape, jnp.float32)
     for k, logits_BTC in enumerate(logits, start=1):
         counted_BT = _counted(mask_BT, segments_BT, k + 1)
-        labels_BT, known_BT = _labels(_ahead(tokens_BT, k + 1), draft_ids)
+        labels_BT, known_BT = draft_rows(_ahead(tokens_BT, k + 1), draft_ids)
         normalizer_BT = jax.nn.logsumexp(logits_BTC, axis=-1)
         label_BT = jnp.take_along_axis(logits_BTC, labels_BT[..., None], axis=-1)[..., 0]
         entropies.append(_mean(normalizer_BT - label_BT, counted_BT & known_BT))
@@ -139,15 +141,6 @@ def _counted(mask_BT: Array, segments_BT: Array, count: int) -> Array:
     """Positions whose token `count` later is to be learnt, in the same segment."""
     later_BT = _ahead(segments_BT, count)
     return _ahead(mask_BT, count) & (later_BT == segments_BT) & (segments_BT > 0)
-
-
-def _labels(tokens_BT: Array, draft_ids: Array | None) -> tuple[Array, Array]:
-    """Rows of the head, and which tokens have one."""
-    if draft_ids is None:
-        return tokens_BT, jnp.ones(tokens_BT.shape, bool)
-    rows_BT = jnp.minimum(jnp.searchsorted(draft_ids, tokens_BT), len(draft_ids) - 1)
-    rows_BT = rows_BT.astype(jnp.int32)
-    return rows_BT, draft_ids[rows_BT] == tokens_BT
 
 
 def _mean(values_BT: Array, counted_BT: Array) -> Array:

@@ -25,7 +25,8 @@ from common import argument_parser, provenance, save_figure
 import specjax
 from specjax.checkpoints.dtype import resolve_dtype
 from specjax.data.target_cache import TargetCache
-from specjax.drafters.dspark_init import init_dspark, language_model_head
+from specjax.drafters.borrowed import language_model_head
+from specjax.drafters.dspark_init import init_dspark
 from specjax.evaluation.report import format_table
 from specjax.files import write_json
 from specjax.tasks.common import enable_compilation_cache

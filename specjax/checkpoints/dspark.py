@@ -24,15 +24,9 @@ from specjax.checkpoints.checkpoint import check_depth, read_params
 from specjax.checkpoints.errors import CheckpointError, name_some
 from specjax.checkpoints.huggingface import open_weights, read_json
 from specjax.decoding.types import PyTree
+from specjax.drafters.borrowed import TARGETS_OWN, attach_target, check_targets_own
 from specjax.drafters.dspark import DSpark, DSparkConfig
-from specjax.drafters.dspark_init import (
-    TARGETS_OWN,
-    attach_target,
-    check_fits,
-    check_targets_own,
-    expand,
-    restrict,
-)
+from specjax.drafters.dspark_init import check_fits, expand, restrict
 from specjax.files import changes
 from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
@@ -99,7 +93,7 @@ def open_dspark(
     if "draft_ids" in params:
         _check_draft_ids(np.asarray(params["draft_ids"]), model.config.backbone.vocab_size)
     if kind == _OWN:
-        return model, attach_target(model, params, target)
+        return model, attach_target(params, target)
     return _restrict(model, params, raw)
 
 
@@ -127,7 +121,7 @@ def save_dspark(
         does not have; or the embedding or the head is not the target's, which the checkpoint
         would not hold.
     """
-    check_targets_own(model, params, target)
+    check_targets_own(params, target)
     own = {name: part for name, part in params.items() if name not in TARGETS_OWN}
     raw = {
         "architectures": [_OWN],

@@ -3,10 +3,11 @@
 import dataclasses
 
 from specjax.decoding.types import DrafterModel, PyTree
+from specjax.drafters.borrowed import split_params
 from specjax.drafters.composed import Composed
 from specjax.drafters.draft_model import DraftModel, draft_model, early_exit
 from specjax.drafters.dspark import DSpark, DSparkConfig
-from specjax.drafters.dspark_init import init_dspark, split_params
+from specjax.drafters.dspark_init import init_dspark
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
 

@@ -8,17 +8,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from specjax.decoding.types import PyTree
+from specjax.drafters.borrowed import (
+    TARGETS_OWN,
+    attach_target,
+    check_draft_vocab,
+    check_targets_own,
+    language_model_head,
+)
 from specjax.drafters.dspark import DSpark, DSparkConfig
-from specjax.drafters.mtp import MTP
 from specjax.models.config import RopeConfig, TransformerConfig
 from specjax.models.target import Target
-from specjax.models.transformer import Head, TransformerTarget
-
-# Parameters that are the target's: frozen in training, and left out of specjax's checkpoints.
-TARGETS_OWN = ("embed", "lm_head")
+from specjax.models.transformer import TransformerTarget
 
 
 def init_dspark(
@@ -91,7 +93,7 @@ def init_dspark(
     params = jax.tree.map(lambda leaf: leaf.astype(weights) if leaf.ndim == 2 else leaf, made)
     if ids is not None:
         params["draft_ids"] = ids
-    return drafter, attach_target(drafter, params, target)
+    return drafter, attach_target(params, target)
 
 
 def default_taps(depth: int) -> tuple[int, ...]:
@@ -169,58 +171,6 @@ def with_block_size(model: DSpark, block_size: int) -> DSpark:
     return DSpark(dataclasses.replace(model.config, block_size=block_size))
 
 
-def split_params(params: PyTree) -> tuple[PyTree, PyTree]:
-    """The drafter's parameters that are trained, and those that stay as they are.
-
-    Fixed are the target's embedding and head, and the ids of a trimmed vocabulary.
-    """
-    fixed = {name: part for name, part in params.items() if name in (*TARGETS_OWN, "draft_ids")}
-    return {name: part for name, part in params.items() if name not in fixed}, fixed
-
-
-def attach_target(model: DSpark | MTP, params: PyTree, target: Target) -> PyTree:
-    """The parameters with the target's embedding and (the drafter's rows of) its head.
-
-    Raises:
-      ValueError: a target that is not ours.
-    """
-    embed, head = target.params["embed"], language_model_head(target).weight_VD
-    if model.config.draft_vocab_size is not None:
-        head = head[params["draft_ids"]]
-    return {**params, "embed": embed, "lm_head": {"weight": head}}
-
-
-def check_targets_own(model: DSpark, params: PyTree, target: Target) -> None:
-    """Makes sure that a drafter's embedding and head are the target's.
-
-    Raises:
-      ValueError: one is not; or a target that is not ours.
-    """
-    shared = attach_target(model, params, target)
-    for name in TARGETS_OWN:
-        if not np.array_equal(params[name]["weight"], shared[name]["weight"]):
-            raise ValueError(
-                f"the drafter's {name} is not {target.name}'s, which would take its place: "
-                f"train the rest alone (specjax.drafters.split_params)"
-            )
-
-
-def language_model_head(target: Target) -> Head:
-    """The target's.
-
-    Raises:
-      ValueError: a target that is not ours, whose hidden states are not known.
-    """
-    if not isinstance(target.model, TransformerTarget):
-        raise ValueError(
-            f"{target.name} gives no hidden states: drafters are trained for, and share the "
-            f"embedding and head of, a target loaded by specjax"
-        )
-    config = target.model.config
-    weight_VD = target.params["embed" if config.tied_head else "lm_head"]["weight"]
-    return Head(weight_VD, config.logit_cap)
-
-
 def restrict(
     model: DSpark, params: PyTree, draft_vocab: Sequence[int] | None, candidates: int | None
 ) -> tuple[DSpark, PyTree]:
@@ -268,7 +218,7 @@ def expand(model: DSpark, params: PyTree, target: Target) -> tuple[DSpark, PyTre
     """
     config = dataclasses.replace(model.config, draft_vocab_size=None, candidates=None)
     if model.config.draft_vocab_size is not None:
-        check_targets_own(model, params, target)
+        check_targets_own(params, target)
         params = {**params, "lm_head": {"weight": language_model_head(target).weight_VD}}
         ids = params.pop("draft_ids")
         if config.markov_rank:
@@ -282,20 +232,6 @@ def expand(model: DSpark, params: PyTree, target: Target) -> tuple[DSpark, PyTre
 def _plain_int(value: Any) -> Any:
     """NumPy's integers as Python's, which JSON knows; anything else as it is."""
     return int(value) if isinstance(value, np.integer) else value
-
-
-def check_draft_vocab(ids: Sequence[int], vocab_size: int) -> Int[Array, " V"]:
-    """The ids in increasing order.
-
-    Raises:
-      ValueError: none, ids outside the vocabulary, or named twice.
-    """
-    values = np.asarray(ids)
-    if values.ndim != 1 or not len(values) or not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"draft_vocab must be a flat list of token ids, got {ids!r}")
-    if values.min() < 0 or values.max() >= vocab_size or len(np.unique(values)) < len(values):
-        raise ValueError(f"draft_vocab must be distinct token ids from 0 to {vocab_size - 1}")
-    return jnp.asarray(np.sort(values), jnp.int32)
 
 
 def check_fits(model: DSpark, target: Target) -> None:

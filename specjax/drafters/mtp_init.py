@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from specjax.decoding.types import PyTree
-from specjax.drafters.dspark_init import TARGETS_OWN, attach_target, check_draft_vocab
+from specjax.drafters.borrowed import TARGETS_OWN, attach_target, check_draft_vocab
 from specjax.drafters.mtp import MTP, MTPConfig
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
@@ -66,4 +66,4 @@ def init_mtp(
     params = make(key)
     if ids is not None:
         params["draft_ids"] = ids
-    return drafter, attach_target(drafter, params, target)
+    return drafter, attach_target(params, target)

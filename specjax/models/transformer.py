@@ -120,6 +120,11 @@ class TransformerTarget:
         """Pytree of `jax.ShapeDtypeStruct`, without making any array."""
         return nn.unbox(jax.eval_shape(self.init_params, jax.random.key(0)))
 
+    def head(self, params: Any) -> Head:
+        """The language-model head; traceable."""
+        name = "embed" if self.config.tied_head else "lm_head"
+        return Head(params[name]["weight"], self.config.logit_cap)
+
     def init_cache(self, batch: int, slots: int) -> Cache:
         """Empty cache for `batch` rows of up to `slots` positions."""
         layers = [self.config.layer(i) for i in range(self.config.num_layers)]

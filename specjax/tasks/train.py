@@ -16,13 +16,9 @@ from specjax.checkpoints.dtype import resolve_dtype
 from specjax.checkpoints.head import load_head
 from specjax.data.target_cache import TargetCache, TokenSequence
 from specjax.decoding.types import PyTree
+from specjax.drafters.borrowed import attach_target, language_model_head
 from specjax.drafters.dspark import DSpark
-from specjax.drafters.dspark_init import (
-    attach_target,
-    init_dspark,
-    language_model_head,
-    with_block_size,
-)
+from specjax.drafters.dspark_init import init_dspark, with_block_size
 from specjax.evaluation.report import environment
 from specjax.files import write_json
 from specjax.tasks.common import (
@@ -125,7 +121,7 @@ def _drafter(
     if config.start:
         model, params = open_dspark(Path(config.start), target, any_target=config.any_target)
         # Checkpoints that have an embedding and a head may have rounded them.
-        params = attach_target(model, params, target)
+        params = attach_target(params, target)
         return with_block_size(model, options["block_size"]), params
     count, layers_from = options.pop("draft_vocab"), options.pop("layers_from")
     if layers_from and config.cache:

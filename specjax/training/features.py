@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.data.hidden_states import hidden_states
 from specjax.data.target_cache import Sample, TargetCache, TokenSequence
-from specjax.drafters.dspark_init import language_model_head
+from specjax.drafters.borrowed import language_model_head
 from specjax.files import digest, replacing
 from specjax.models.target import Target
 from specjax.models.transformer import Head

@@ -21,8 +21,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from specjax.data.target_cache import collate
 from specjax.decoding.types import PyTree
+from specjax.drafters.borrowed import split_params
 from specjax.drafters.dspark import DSpark
-from specjax.drafters.dspark_init import split_params
 from specjax.files import changes, plain
 from specjax.models.transformer import Head
 from specjax.training.anchors import make_blocks, sample_anchors

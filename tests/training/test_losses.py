@@ -9,8 +9,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from specjax.checkpoints.dspark import tensor_names
+from specjax.drafters.borrowed import TARGETS_OWN, language_model_head
 from specjax.drafters.dspark import BlockOutput
-from specjax.drafters.dspark_init import TARGETS_OWN, language_model_head, restrict
+from specjax.drafters.dspark_init import restrict
 from specjax.training.anchors import Blocks, make_blocks
 from specjax.training.losses import LossWeights, dspark_losses
 from specjax.training.optimizer import adamw, warmup_cosine

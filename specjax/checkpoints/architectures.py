@@ -40,12 +40,14 @@ class Architecture:
     """One model family.
 
     Attributes:
+      name: of transformers' class.
       translate: from config.json; raises CheckpointError for what we do not implement, and
         ValueError for what makes no model.
       weights: tensor names by parameter path.
       ignored: pattern of tensors that carry no parameter.
     """
 
+    name: str
     translate: Callable[[Mapping[str, Any]], TransformerConfig]
     weights: Mapping[str, Weight]
     ignored: re.Pattern[str]
@@ -192,22 +194,6 @@ def _rope_of(config: Mapping[str, Any], kind: str, theta: float) -> RopeConfig:
             raise CheckpointError(f"rope_parameters lacks {kind}, got {ropes}")
         return _rope({"rope_parameters": ropes[kind]}, theta)
     return _rope(config, theta) if kind == _FULL else RopeConfig(theta=theta)
-
-
-def raw_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The `rope_parameters` of config.json that stand for a rotary embedding."""
-    raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        raw["factor"] = rope.factor
-    if rope.kind == "proportional":
-        raw["partial_rotary_factor"] = rope.rotated
-    if rope.kind == "llama3":
-        raw |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_len,
-        }
-    return raw
 
 
 def _layers_of(config: Mapping[str, Any], sliding: Callable[[int], bool]) -> tuple[int, ...]:
@@ -367,12 +353,13 @@ def _gemma3_config(config: Mapping[str, Any]) -> TransformerConfig:
     pattern = next((get_size(config, key) for key in keys if config.get(key) is not None), 6)
     if not pattern:
         raise CheckpointError("sliding_window_pattern must be at least 1")
+    layers = _layers_of(config, lambda i: (i + 1) % pattern != 0)
     return _transformer_config(
         config,
         architecture="gemma3",
         rope=_rope_of(config, _FULL, 1e6),
-        sliding_layers=_layers_of(config, lambda i: (i + 1) % pattern != 0),
-        sliding={"rope": _rope_of(config, _SLIDING, 1e4)},
+        sliding_layers=layers,
+        sliding={"rope": _rope_of(config, _SLIDING, 1e4)} if layers else None,
         qk_norm=True,
         attention_scale=_attention_scale(config),
         attention_cap=_optional_number(config, "attn_logit_softcapping"),
@@ -431,6 +418,7 @@ def _gemma4_config(config: Mapping[str, Any]) -> TransformerConfig:
 
 
 _LLAMA = Architecture(
+    name="LlamaForCausalLM",
     translate=_llama_config,
     weights={
         "embed/weight": Weight("model.embed_tokens.weight", "token_embd.weight"),
@@ -511,19 +499,27 @@ def _one_more(weights: Mapping[str, Weight]) -> dict[str, Weight]:
 
 _GEMMA2_WEIGHTS = _one_more(_UNORDERED | _SANDWICH_NORMS)
 _GEMMA3 = Architecture(
-    _gemma3_config, _one_more(_UNORDERED | _SANDWICH_NORMS | _QK_NORMS), _LLAMA.ignored
+    "Gemma3ForCausalLM",
+    _gemma3_config,
+    _one_more(_UNORDERED | _SANDWICH_NORMS | _QK_NORMS),
+    _LLAMA.ignored,
 )
 _GEMMA4 = Architecture(
-    _gemma4_config, _UNORDERED | _SANDWICH_NORMS | _QK_NORMS | _SCALAR, _LLAMA.ignored
+    "Gemma4ForCausalLM",
+    _gemma4_config,
+    _UNORDERED | _SANDWICH_NORMS | _QK_NORMS | _SCALAR,
+    _LLAMA.ignored,
 )
 
 # By model_type of config.json.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _LLAMA,
-    "mistral": Architecture(_mistral_config, _LLAMA.weights, _LLAMA.ignored),
-    "qwen2": Architecture(_qwen2_config, _UNORDERED | _BIASES, _LLAMA.ignored),
-    "qwen3": Architecture(_qwen3_config, _UNORDERED | _QK_NORMS, _LLAMA.ignored),
-    "gemma2": Architecture(_gemma2_config, _GEMMA2_WEIGHTS, _LLAMA.ignored),
+    "mistral": Architecture("MistralForCausalLM", _mistral_config, _LLAMA.weights, _LLAMA.ignored),
+    "qwen2": Architecture("Qwen2ForCausalLM", _qwen2_config, _UNORDERED | _BIASES, _LLAMA.ignored),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", _qwen3_config, _UNORDERED | _QK_NORMS, _LLAMA.ignored
+    ),
+    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2_config, _GEMMA2_WEIGHTS, _LLAMA.ignored),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "gemma4_text": _GEMMA4,

@@ -1,6 +1,7 @@
 """What a file format offers, and the one loop that turns it into parameters."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints.architectures import Architecture, Weight
+from specjax.checkpoints.architectures import Architecture, Weight, get_size
 from specjax.checkpoints.errors import CheckpointError, name_some
 from specjax.decoding.types import PyTree
 from specjax.models.config import TransformerConfig
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHECKED = 2**20  # values that are looked at together
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 class StoredTensor(NamedTuple):
@@ -52,6 +54,8 @@ class Checkpoint:
 def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -> PyTree:
     """Reads one tensor after the other into its final array.
 
+    MTP layers that the checkpoint has besides (`mtp_layers`) are not read.
+
     Returns:
       The pytree of `TransformerTarget(config).param_shapes()`: matrices in `dtype`,
       vectors in float32.
@@ -67,15 +71,36 @@ def load_params(checkpoint: Checkpoint, config: TransformerConfig, dtype: str) -
     # A tied head may be stored although it is the embedding.
     ignored = checkpoint.architecture.ignored
     harmless = {names["lm_head/weight"], *filter(ignored.fullmatch, checkpoint.tensors)}
+    harmless |= mtp_tensors(checkpoint.tensors, mtp_layers(checkpoint.config)).keys()
 
     def convert(path: str, array: np.ndarray) -> np.ndarray:
-        weight = weights[path]
         if checkpoint.format == "gguf":
-            return _half_split(array, weight, config)
-        offset = weight.huggingface_offset
-        return array.astype(np.float32) + offset if offset else array
+            return _half_split(array, weights[path], config)
+        return add_offset(array, weights[path])
 
     return read_params(checkpoint.tensors, shapes, names, dtype, harmless, convert)
+
+
+def mtp_layers(config: Mapping[str, Any]) -> range:
+    """Indices of a checkpoint's MTP layers, which follow those of the model (DeepSeek-V3).
+
+    Raises:
+      CheckpointError: numbers of layers that are none.
+    """
+    first = get_size(config, "num_hidden_layers")
+    return range(first, first + get_size(config, "num_nextn_predict_layers", 0))
+
+
+def mtp_tensors(tensors: Mapping[str, StoredTensor], layers: range) -> dict[str, StoredTensor]:
+    """Those of the given layers of a Hugging Face checkpoint."""
+    indices = {name: _LAYER.match(name) for name in tensors}
+    return {name: tensors[name] for name, i in indices.items() if i and int(i[1]) in layers}
+
+
+def add_offset(array: np.ndarray, weight: Weight) -> np.ndarray:
+    """A parameter of what a Hugging Face checkpoint stores."""
+    offset = weight.huggingface_offset
+    return array.astype(np.float32) + offset if offset else array
 
 
 def check_depth(tensors: Mapping[str, StoredTensor], num_layers: int) -> None:
@@ -122,14 +147,18 @@ def read_params(
         _check_finite(array, names[path])
         # One copy at a time beside the stored array, until the parameter is there: large tensors
         # are a large part of memory.
-        array = convert(path, array)
-        if array.dtype == np.float64:
-            array = array.astype(np.float32)
-        array = array.astype(dtype if array.ndim == 2 else np.float32, copy=False)
+        array = cast(convert(path, array), dtype)
         return jax.block_until_ready(jnp.array(array))
 
     arrays = {path: read(path, leaf) for path, leaf in flat.items()}
     return flax.traverse_util.unflatten_dict(arrays, sep="/")
+
+
+def cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    """In the precision of parameters: matrices in `dtype`, vectors in float32."""
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    return array.astype(dtype if array.ndim == 2 else np.float32, copy=False)
 
 
 def _check_tensors(

@@ -1,15 +1,21 @@
 """`load_drafter`: a drafter by name, by directory, or another target."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from specjax.checkpoints.dspark import open_dspark
 from specjax.checkpoints.errors import CheckpointError
+from specjax.checkpoints.files import OWN_MTP, drafter_kind, read_config
+from specjax.checkpoints.huggingface import language_config
+from specjax.checkpoints.mtp import open_mtp, open_mtp_layers, trim_mtp
 from specjax.checkpoints.targets import HUB_ID, download
+from specjax.decoding.types import PyTree
 from specjax.drafters import Composed, Drafter, PromptLookup, draft_model, early_exit
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.dspark_init import restrict
+from specjax.drafters.mtp import MTP
 from specjax.models.target import Target
 
 # Drafters that come with the package, by name: specjax/shipped/NAME.
@@ -31,14 +37,16 @@ def load_drafter(
 
     Args:
       source: "prompt_lookup", "early_exit:N" (the target's own first N layers), another
-        Target of the same vocabulary, a shipped drafter ("smollm2-135m-dspark"), or a DSpark
-        or DFlash checkpoint in DeepSpec's format or in specjax's own: its directory, or a hub
-        id ("owner/name"). "prompt_lookup+SOURCE" copies from the row's own text where that
-        has a long enough match and drafts with a DSpark drafter elsewhere (`Composed`).
+        Target of the same vocabulary, a shipped drafter ("smollm2-135m-dspark"), or a
+        checkpoint: its directory, or a hub id ("owner/name"). It holds a DSpark or DFlash
+        drafter in DeepSpec's format or in specjax's own, MTP modules in specjax's own, or a
+        model with MTP layers, the target's (`open_mtp_layers`). "prompt_lookup+SOURCE" copies
+        from the row's own text where that has a long enough match and drafts with a DSpark
+        drafter elsewhere (`Composed`).
       target: the model whose tokens it drafts.
-      draft_vocab: token ids that a DSpark drafter may draft; None leaves the checkpoint's
-        choice, all of them in DeepSpec's format.
-      candidates: its sequential head chooses among that many tokens of each position, the
+      draft_vocab: token ids that a DSpark drafter or MTP modules may draft; None leaves the
+        checkpoint's choice, all of them in other projects' formats.
+      candidates: DSpark's sequential head chooses among that many tokens of each position, the
         likeliest by the backbone; 0 among all, None leaves the checkpoint's choice.
       any_target: a checkpoint may have been trained for another target, if it fits this one;
         the output stays the target's, but few drafts may be accepted.
@@ -68,8 +76,14 @@ def load_drafter(
     drafter = _load(source, target, any_target)
     if draft_vocab is None and candidates is None:
         return drafter
+    if isinstance(drafter.model, MTP) and candidates is None and draft_vocab is not None:
+        trimmed = trim_mtp(drafter.model, drafter.params, draft_vocab, target)
+        return Drafter(*trimmed, drafter.name)
     if not isinstance(drafter.model, DSpark):
-        raise ValueError(f"draft_vocab and candidates are options of DSpark, not of {drafter.name}")
+        raise ValueError(
+            f"draft_vocab and candidates are options of DSpark, not of {drafter.name} (MTP modules "
+            f"have draft_vocab alone)"
+        )
     return Drafter(*restrict(drafter.model, drafter.params, draft_vocab, candidates), drafter.name)
 
 
@@ -103,6 +117,17 @@ def _load(source: str | os.PathLike[str] | Target, target: Target, any_target: b
             directory = _SHIPPED / name
         else:
             directory = Path(name) if os.path.exists(name) else download(name)
-        return Drafter(*open_dspark(directory, target, any_target=any_target), name)
+        return Drafter(*_opener(directory)(directory, target, any_target=any_target), name)
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"cannot load the drafter {name!r}: {error}") from error
+
+
+def _opener(directory: Path) -> Callable[..., tuple[Any, PyTree]]:
+    """The function that reads this kind of checkpoint."""
+    raw = read_config(directory)
+    if drafter_kind(raw) == OWN_MTP:
+        return open_mtp
+    if drafter_kind(raw) is None and (directory / "drafter").is_dir():
+        raise CheckpointError(f"it is the folder of a run: give {directory / 'drafter'}")
+    layers = language_config(raw).get("num_nextn_predict_layers")
+    return open_mtp_layers if layers else open_dspark

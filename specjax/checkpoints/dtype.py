@@ -53,7 +53,7 @@ def _faster_dtype() -> Literal["float32", "bfloat16"]:
         _write_times(file, known | {key: times})
     chosen = "bfloat16" if times["bfloat16"] < _MARGIN * times["float32"] else "float32"
     print(
-        f"dtype=auto: {chosen} weights on {jax.devices()[0].device_kind}, where a decoding "
+        f"dtype=auto: {chosen} on {jax.devices()[0].device_kind}, where a decoding "
         f"step's products take {1e3 * times['float32']:.2f} ms in float32 and "
         f"{1e3 * times['bfloat16']:.2f} ms in bfloat16 ({origin})"
     )

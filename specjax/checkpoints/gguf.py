@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 
-from specjax.checkpoints.architectures import get_architecture, get_number, get_size, raw_rope
+from specjax.checkpoints.architectures import get_architecture, get_number, get_size
 from specjax.checkpoints.checkpoint import Checkpoint, StoredTensor
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.gguf_tokenizer import build_tokenizer
+from specjax.checkpoints.raw_config import raw_rope
 from specjax.models.config import RopeConfig
 from specjax.models.layers import rope_frequencies
 

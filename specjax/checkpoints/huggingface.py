@@ -23,7 +23,7 @@ _LANGUAGE_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_DRAFTERS = ("DSparkModel", "Eagle3Model")
+_DRAFTERS = ("DSparkModel", "Eagle3Model", "MTPModel")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _KINDS = ("F64", "F32", "F16", "BF16", "I32")
 
@@ -38,18 +38,10 @@ def open_huggingface(directory: Path) -> Checkpoint:
         inside = sorted(path.name for path in directory.glob("*.gguf"))
         hint = f"; to load a GGUF file, give its path ({inside[0]})" if inside else ""
         raise CheckpointError(f"the directory {directory} has no config.json{hint}")
-    config = read_json(directory / "config.json")
-    kinds = config.get("architectures")
+    kinds = read_json(directory / "config.json").get("architectures")
     if isinstance(kinds, list) and any(str(kind).endswith(_DRAFTERS) for kind in kinds):
         raise CheckpointError(f"{directory} holds a drafter: load it with load_drafter")
-    tensors = open_weights(directory)
-    if isinstance(config.get("text_config"), dict):
-        # A model of images and sound too, of which the language model is used.
-        text = config["text_config"]
-        if text.get("eos_token_id") is None:
-            text = {**text, "eos_token_id": config.get("eos_token_id")}
-        config = {**config, **text}
-        tensors = _language_tensors(tensors)
+    config, tensors = language_model(directory)
     return Checkpoint(
         format="huggingface",
         architecture=get_architecture(config),
@@ -58,6 +50,27 @@ def open_huggingface(directory: Path) -> Checkpoint:
         tokenizer=_load_tokenizer(directory),
         stop_ids=_stop_ids(directory, config),
     )
+
+
+def language_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The entries of config.json with those of the language model in a larger one, if any."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return raw
+    if text.get("eos_token_id") is None:
+        text = {**text, "eos_token_id": raw.get("eos_token_id")}
+    return {**raw, **text}
+
+
+def language_model(directory: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Configuration and tensors of a model, or of the language model in a larger one.
+
+    Raises:
+      CheckpointError: files that are missing or damaged.
+    """
+    raw, tensors = read_json(directory / "config.json"), open_weights(directory)
+    config = language_config(raw)
+    return config, tensors if config is raw else _language_tensors(tensors)
 
 
 def _language_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -113,6 +126,8 @@ def open_weights(directory: Path) -> dict[str, StoredTensor]:
             f"{directory} has only pickled weights ({name_some(pickled)}), which can run "
             f"arbitrary code and are never opened: convert them to safetensors"
         )
+    if (directory / "target").is_dir():
+        raise CheckpointError(f"{directory} is the folder of a run: give {directory / 'target'}")
     raise CheckpointError(f"{directory} has no weights: expected {_WEIGHTS} or {_INDEX}")
 
 

@@ -1,4 +1,4 @@
-"""`load_target`: any supported checkpoint as a `Target`."""
+"""`load_target`, any supported checkpoint as a `Target`, and `save_target`, a directory of it."""
 
 import importlib
 import importlib.util
@@ -6,12 +6,16 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from specjax.checkpoints.architectures import get_architecture
 from specjax.checkpoints.checkpoint import Checkpoint, load_params
 from specjax.checkpoints.dtype import resolve_dtype
 from specjax.checkpoints.errors import CheckpointError
+from specjax.checkpoints.files import OWN_TARGET, same_shapes, stored_tensors, write_checkpoint
 from specjax.checkpoints.gguf import open_gguf
 from specjax.checkpoints.huggingface import open_huggingface
+from specjax.checkpoints.raw_config import lost, raw_config
 from specjax.files import cache_folder
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
@@ -57,6 +61,73 @@ def load_target(source: str | os.PathLike[str], *, dtype: str = "auto") -> Targe
         name=name,
         dtype=weight_dtype,
     )
+
+
+def save_target(
+    directory: str | os.PathLike[str],
+    target: Target,
+    *,
+    dtype: str | None = None,
+    replace: bool = False,
+) -> None:
+    """Writes a target as a Hugging Face directory, all of it or nothing.
+
+    `load_target` gives the same target back, and transformers loads it too. Of families whose
+    files hold norms less 1 (Gemma 2 and 3), a norm's scale below 1/2 may change by 2^-25.
+
+    Args:
+      directory: of the checkpoint.
+      target: of specjax; its tokeniser is written too.
+      dtype: of the matrices in the file, None is the target's; vectors stay in float32.
+      replace: a target that specjax wrote there makes place.
+
+    Raises:
+      ValueError: the directory exists, and is not to be replaced; a model whose options
+        config.json cannot tell; values that are not finite; or a target that is not ours.
+    """
+    model = target.model
+    if not isinstance(model, TransformerTarget):
+        raise ValueError(f"{target.name} was not loaded by specjax: its format is not known")
+    if not same_shapes(target.params, model.param_shapes()):
+        raise ValueError(f"the parameters of {target.name} are not those of a whole model")
+    raw = told_config(target)
+    architecture = get_architecture(raw)
+    dtype = target.dtype if dtype is None else dtype
+    stops = list(target.stop_ids)
+    config = {
+        "architectures": [architecture.name],
+        **raw,
+        "eos_token_id": stops if len(stops) > 1 else next(iter(stops), None),
+        "dtype": dtype,
+        **OWN_TARGET,
+    }
+    weights = architecture.layer_weights(model.config.num_layers)
+    names = {path: weight.huggingface for path, weight in weights.items()}
+    tensors = stored_tensors(target.params, names, dtype)
+    for weight in weights.values():
+        if weight.huggingface_offset and weight.huggingface in tensors:
+            tensors[weight.huggingface] = tensors[weight.huggingface] - weight.huggingface_offset
+    tokenizer = target.tokenizer
+    add = None if tokenizer is None else tokenizer.save_pretrained
+    write_checkpoint(directory, config, tensors, replace=replace, kind="target", add=add)
+
+
+def told_config(target: Target) -> dict[str, Any]:
+    """The entries of config.json that stand for a target.
+
+    Raises:
+      ValueError: a model whose options they cannot tell, or that is not ours.
+    """
+    model = target.model
+    if not isinstance(model, TransformerTarget):
+        raise ValueError(f"{target.name} was not loaded by specjax: its format is not known")
+    raw = raw_config(model.config)
+    if changed := lost(raw, model.config):
+        raise ValueError(
+            f"config.json of {get_architecture(raw).name} cannot tell all of {target.name}: what "
+            f"is read from it has another {'; '.join(changed)}"
+        )
+    return raw
 
 
 def _open(source: str | os.PathLike[str]) -> Checkpoint:

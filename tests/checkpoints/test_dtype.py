@@ -33,7 +33,7 @@ def test_auto_measures_once_and_remembers(
     assert resolve_dtype("auto") == resolve_dtype("auto") == "bfloat16"
     first = capsys.readouterr().out
     assert first.count("\n") == 1
-    assert "bfloat16 weights" in first
+    assert "dtype=auto: bfloat16 on" in first
     assert "10.00 ms in float32 and 5.00 ms in bfloat16 (measured now)" in first
     dtype._faster_dtype.cache_clear()  # as in the next process
     assert resolve_dtype("auto") == "bfloat16"

@@ -279,6 +279,13 @@ def test_no_weights(model_dir: Path) -> None:
         load(model_dir)
 
 
+def test_the_folder_of_a_run_is_not_its_target(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "target").mkdir()
+    with pytest.raises(CheckpointError, match=r"folder of a run: give .*target$"):
+        load(model_dir)
+
+
 def test_integer_weights(model_dir: Path, untied: Golden) -> None:
     tensors = untied.tensors | {"model.norm.weight": np.ones(32, np.int8)}
     safetensors.numpy.save_file(tensors, model_dir / "model.safetensors")

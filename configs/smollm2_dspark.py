@@ -40,8 +40,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.losses.update(cross_entropy=0.0, soft_cross_entropy=1.0, total_variation=0.0)
     if variant == "train":
         config.training.update(
-            steps=10_500, num_anchors=8, max_len=256, learning_rate=2e-3, warmup_ratio=0.02
+            steps=10_500, max_len=256, learning_rate=2e-3, warmup_ratio=0.02, held_out=128
         )
-        config.training.held_out = 128
+        config.num_anchors = 8
         config.update(eval_every=500, save_every=1000)
     return config

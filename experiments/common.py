@@ -192,7 +192,7 @@ def observes_of(target: specjax.Target, rounds: int, drafter: Drafter, draft_len
                 params,
                 state,
                 tokens_BT,
-                taps[i % 2],
+                taps[i % 2] if drafter.model.taps else None,
                 hidden[i % 2],
                 start_B=jnp.array([LIVE]) + i,
                 count_B=jnp.array([draft_len + 1]),
@@ -223,7 +223,8 @@ def _begin(
     **sampling: float,
 ) -> DecodeState:
     """A state of LIVE tokens a row, all different, and the first new one."""
-    prompts = [[(7 * i + row) % 1000 + 100 for i in range(LIVE)] for row in range(batch)]
+    kinds = min(target.model.vocab_size - 100, 1000)
+    prompts = [[(7 * i + row) % kinds + 100 for i in range(LIVE)] for row in range(batch)]
     state = init_decode_state(
         target.params,
         drafter.params,

@@ -95,9 +95,12 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     write_json(arguments.out, result)
-    print(_tables(result))
+    print(tables(result))
+    for name, claim in result["claims"].items():
+        print(f"{name}: {claim['holds']}")
+    print(f"mean speed-up, {result['main']}: {result['speedup_mean']:.2f}")
     rows = 3 if result["learning_curves"] else 2
-    save_figure(arguments.out.with_suffix(".png"), (15, 4.2 * rows), partial(_draw, result))
+    save_figure(arguments.out.with_suffix(".png"), (15, 4.2 * rows), partial(draw, result))
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -129,30 +132,51 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, source in sources.items()
     }
     sets = {name: encode_prompts(target, rows) for name, rows in texts.items()}
-    check = "none" if arguments.no_check else "float32"
-    comparisons = compare_all(target, contenders, sets, max_new_tokens, check)
+    measured = measure(
+        target,
+        contenders,
+        sets,
+        max_new_tokens,
+        check=not arguments.no_check,
+        smoke=arguments.smoke,
+    )
+    return {
+        **provenance(),
+        **measured,
+        "main": main_drafter,
+        "speedup_mean": measured["drafters"][main_drafter]["speedup_mean"],
+        "claims": judge_claims(measured["drafters"]),
+        "learning_curves": curves,
+    }
 
+
+def measure(
+    target: specjax.Target,
+    contenders: Mapping[str, Contender],
+    sets: Mapping[str, Sequence[Sequence[int]]],
+    max_new_tokens: int,
+    *,
+    check: bool,
+    smoke: bool,
+) -> dict[str, Any]:
+    """Each drafter's results by kind of sampling and file, and what its rounds cost."""
+    how = "float32" if check else "none"
+    comparisons = compare_all(target, contenders, sets, max_new_tokens, how)
     drafters = {
         name: _drafter_entry(contender, {mode: comparisons[mode][name] for mode in TEMPERATURES})
         for name, contender in contenders.items()
     }
-    costs = measure_costs(target, contenders, *((2, 4) if arguments.smoke else (7, 40)))
-    for name, cost in costs.items():
+    for name, cost in measure_costs(target, contenders, *((2, 4) if smoke else (7, 40))).items():
         drafters[name]["cost_ms"] = cost
     return {
-        **provenance(),
         "target": target.name,
         "dtype": target.dtype,
         "max_new_tokens": max_new_tokens,
-        "main": main_drafter,
-        "speedup_mean": drafters[main_drafter]["speedup_mean"],
-        "claims": judge_claims(drafters),
         "autoregressive": {
-            mode: {c.name: run_entry(c.autoregressive) for c in by_drafter[main_drafter]}
+            mode: {c.name: run_entry(c.autoregressive) for c in next(iter(by_drafter.values()))}
             for mode, by_drafter in comparisons.items()
         },
         "drafters": drafters,
-        "learning_curves": curves,
     }
 
 
@@ -168,12 +192,13 @@ def compare_all(
     sets: Mapping[str, Sequence[Sequence[int]]],
     max_new_tokens: int,
     check: str,
+    temperatures: Mapping[str, float] = TEMPERATURES,
 ) -> dict[str, dict[str, list[Comparison]]]:
     """For each kind of sampling and each drafter, the comparisons of all files."""
     prompts = sum(map(len, sets.values()))
     settings = {
         mode: Settings(max_new_tokens, draft_len=0, temperature=temperature)
-        for mode, temperature in TEMPERATURES.items()
+        for mode, temperature in temperatures.items()
     }
     rows = 0  # that will be decoded
     for kind in settings.values():
@@ -220,14 +245,14 @@ def measure_costs(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a greedy round's phases, the whole round and a plain decoding step.
 
-    Of drafters that use the target's hidden states. One row; medians over repeats that take
-    turns. Beside the phases a round has keys, schedule and loop.
+    Of drafters that have parameters. One row; medians over repeats that take turns. Beside
+    the phases a round has keys, schedule and loop.
     """
     costs = {}
     for name, contender in contenders.items():
-        taps = contender.drafter.model.taps
-        if not taps:
+        if not contender.drafter.params:
             continue
+        taps = contender.drafter.model.taps
         how = (target, rounds, contender.drafter, contender.draft_len)
         timed: dict[str, Timed] = {
             "draft": proposals_of(*how),
@@ -288,13 +313,18 @@ def read_learning_curve(workdir: Path) -> dict[str, list[float] | None]:
             "step": [entry["step"] for entry in entries],
             "seconds": [entry.get("seconds") for entry in entries],
             "expected_length": [entry["expected_length"] for entry in entries],
-            "first_acceptance": [entry["acceptance_G"][0] for entry in entries],
+            "first_acceptance": [_acceptance(entry)[0] for entry in entries],
         }
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"cannot read the training log {path}: {error!r}") from error
     if not entries:
         raise ValueError(f"the training log {path} has no evaluation on held-out sequences")
     return curve | ({"seconds": None} if None in curve["seconds"] else {})
+
+
+def _acceptance(entry: dict[str, Any]) -> list[float]:
+    """By position of a block, or by depth of MTP modules."""
+    return entry["acceptance_G" if "acceptance_G" in entry else "acceptance_K"]
 
 
 def _drafter_entry(
@@ -331,7 +361,8 @@ def _nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _tables(result: dict[str, Any]) -> str:
+def tables(result: dict[str, Any]) -> str:
+    """Accepted lengths and speed-ups of each drafter and file, and costs of a round."""
     drafters = result["drafters"]
     header = ["drafter", "draft length", "file"]
     header += [
@@ -346,8 +377,7 @@ def _tables(result: dict[str, Any]) -> str:
             [name, *(f"{cost[phase]:.2f}" for phase in phases)] for name, cost in costs.items()
         ]
         lines += ["", format_table(["milliseconds", *phases], cells)]
-    lines += ["", *(f"{name}: {claim['holds']}" for name, claim in result["claims"].items())]
-    return "\n".join([*lines, f"mean speed-up, {result['main']}: {result['speedup_mean']:.2f}"])
+    return "\n".join(lines)
 
 
 def _drafter_rows(name: str, drafter: dict[str, Any]) -> list[list[str]]:
@@ -371,7 +401,8 @@ def _word(verdict: bool | None) -> str:
     return {True: "yes", False: "NO", None: "-"}[verdict]
 
 
-def _draw(result: dict[str, Any], figure: Any) -> None:
+def draw(result: dict[str, Any], figure: Any) -> None:
+    """Accepted lengths, speed-ups, costs and learning curves of a result."""
     drafters, curves = result["drafters"], result["learning_curves"]
     colors = {name: f"C{i}" for i, name in enumerate(drafters)}
     axes = figure.subplots(3 if curves else 2, 3)
@@ -417,7 +448,7 @@ def _draw_bars(
 
 
 def _draw_acceptance(axes: Any, drafters: dict[str, Any], colors: dict[str, str]) -> None:
-    """Drafters that use the target's hidden states, if there are any: a block each round."""
+    """Drafters that have parameters, if there are any: a block each round."""
     shown = {name for name, drafter in drafters.items() if "cost_ms" in drafter} or {*drafters}
     for name in (name for name in drafters if name in shown):
         shares = drafters[name]["all_files"]["greedy"]["acceptance_by_position"]

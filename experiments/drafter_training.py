@@ -30,9 +30,10 @@ from specjax.drafters.dspark_init import init_dspark
 from specjax.evaluation.report import format_table
 from specjax.files import write_json
 from specjax.tasks.common import enable_compilation_cache
-from specjax.tasks.train import frequent_tokens
+from specjax.tasks.plans import frequent_tokens
 from specjax.training.features import CachedStates
 from specjax.training.losses import LossWeights
+from specjax.training.objectives import DSparkObjective, divide
 from specjax.training.trainer import Trainer, Training
 
 DRAFTER: dict[str, Any] = {
@@ -47,17 +48,16 @@ DRAFTER: dict[str, Any] = {
 SOFT = LossWeights(0.0, 0.0, 1.0, soft_cross_entropy=1.0)
 TRAINING: dict[str, Any] = {
     "batch_size": 8,
-    "num_anchors": 8,
     "max_len": 256,
     "learning_rate": 2e-3,
     "held_out": 128,
-    "losses": SOFT,
 }
-# Of the drafter and of the training: what differs from the base.
+OBJECTIVE: dict[str, Any] = {"num_anchors": 8, "weights": SOFT}
+# Of the drafter and of the rest: what differs from the base.
 VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base": ({}, {}),
     "random layers": ({"layers_from": ()}, {}),
-    "paper's losses": ({}, {"losses": LossWeights()}),
+    "paper's losses": ({}, {"weights": LossWeights()}),
     "1 sequence x 64": ({}, {"batch_size": 1, "num_anchors": 64}),
     "8 sequences x 64": ({}, {"num_anchors": 64}),
     "learning rate 5e-4": ({}, {"learning_rate": 5e-4}),
@@ -125,7 +125,7 @@ def train(
     target: specjax.Target,
     cache: TargetCache,
     drafter: dict[str, Any],
-    training: dict[str, Any],
+    changes: dict[str, Any],
     steps: int,
     held_out: int,
 ) -> dict[str, Any]:
@@ -135,12 +135,13 @@ def train(
     model, params = init_dspark(
         target, jax.random.key(0), draft_vocab=vocabulary, dtype="float32", **options
     )
-    settings = Training(
-        steps=steps,
-        **TRAINING | training | {"held_out": held_out, "compute_dtype": target.dtype},
-    )
+    options = OBJECTIVE | {name: value for name, value in changes.items() if name in OBJECTIVE}
+    objective = DSparkObjective(model, **options, compute_dtype=target.dtype)
+    options = {name: value for name, value in changes.items() if name not in OBJECTIVE}
+    settings = Training(steps=steps, **TRAINING | options | {"held_out": held_out})
     head = language_model_head(target)
-    trainer = Trainer(model, params, head, CachedStates(cache, head, model.taps), settings)
+    data = CachedStates(cache, head, model.taps)
+    trainer = Trainer(objective, *divide(params, head), data, settings)
     every = max(steps // 5, 1)
     with tempfile.TemporaryDirectory() as folder:
         trainer.run(Path(folder), eval_every=every, save_every=steps + 1, log_every=10)
@@ -151,11 +152,11 @@ def train(
     held = [entry for entry in log if entry["set"] == "held_out"]
     return {
         "drafter": drafter,
-        "training": {k: v for k, v in training.items() if k != "losses"},
-        "losses": dataclasses.asdict(settings.losses),
+        "training": {name: value for name, value in changes.items() if name != "weights"},
+        "losses": dataclasses.asdict(objective.weights),
         "seconds_per_step": seconds,
         "anchors_per_second": (
-            settings.batch_size * settings.num_anchors / seconds if seconds else None
+            settings.batch_size * objective.num_anchors / seconds if seconds else None
         ),
         "steps": [entry["step"] for entry in held],
         "seconds": [entry["step"] * seconds for entry in held],

@@ -12,11 +12,11 @@ from jaxtyping import Bool, Int
 from specjax.decoding.loop import TokenIds, decode, init_decode_state, stream
 from specjax.decoding.schedule import Policy, parse_policy
 from specjax.decoding.types import DecodeConfig, DecodeState, RoundStats, SamplingParams
-from specjax.drafters import Drafter, DSpark, NoDrafter
+from specjax.drafters import MTP, Drafter, DSpark, NoDrafter
 from specjax.models.target import Target
 from specjax.text import TextRow, decode_text
 
-_DRAFT_LEN = 7  # unless asked for another
+_DRAFT_LEN, _MTP_DRAFT_LEN = 7, 3  # unless asked for another
 Prompt = str | TokenIds | Sequence[dict[str, Any]]
 
 
@@ -288,9 +288,15 @@ def _for_samples(
 
 
 def default_draft_len(drafter: Drafter) -> int:
-    """γ that `generate` takes when none is asked for: 7, or a smaller block size."""
+    """γ that `generate` takes when none is asked for.
+
+    7, or a DSpark drafter's smaller block size; of MTP modules, whose drafts are serial and
+    get worse where the last is reused, their number, but at least 3.
+    """
     if isinstance(drafter.model, DSpark):
         return min(_DRAFT_LEN, drafter.model.config.block_size)
+    if isinstance(drafter.model, MTP):
+        return max(_MTP_DRAFT_LEN, drafter.model.config.depth)
     return _DRAFT_LEN
 
 

@@ -22,6 +22,7 @@ _WORKDIR = flags.DEFINE_string(
 
 # Modules of specjax.tasks.
 TASKS = ("generate", "evaluate", "cache", "train", "export")
+GO_ON = ("evaluate", "cache", "train")  # those that go on where they were
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         return _fail(error)
     except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
+        how = f" It goes on where it was with --workdir={workdir}" if config.task in GO_ON else ""
+        print(f"\nInterrupted.{how}", file=sys.stderr)
         return 130
     return 0
 

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from specjax.data.corpus import END, find_documents, pack, read_documents, train_tokenizer
+from specjax.data.corpus import (
+    END,
+    find_documents,
+    pack,
+    read_documents,
+    single_rows,
+    train_tokenizer,
+)
+from specjax.data.target_cache import TokenSequence
 
 
 def test_rows_hold_the_documents_in_order():
@@ -27,7 +35,19 @@ def test_rows_hold_the_documents_in_order():
         [0, 1, 2, 3, 4],
         [0, 1, 2, 0, 0],
     ]
+    assert [row.loss_mask_T.tolist() for row in rows] == [[True] * 5] * 3 + [
+        [True] * 3 + [False] * 2
+    ]
     assert list(pack([], end=0, length=5)) == []
+
+
+def test_texts_may_have_rows_of_their_own():
+    text = TokenSequence(np.array([4, 5, 6], np.int32), np.array([False, True, True]))
+    (row,) = single_rows([text])
+    assert row.tokens_T.tolist() == [4, 5, 6]
+    assert row.loss_mask_T.tolist() == [False, True, True]
+    assert row.segments_T.tolist() == [1, 1, 1]
+    assert row.positions_T.tolist() == [0, 1, 2]
 
 
 def test_a_trained_tokenizer_gives_texts_back():
@@ -38,8 +58,9 @@ def test_a_trained_tokenizer_gives_texts_back():
     assert len(ids) < len(text.encode()) / 2
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == END
-    with pytest.raises(ValueError, match="at least 257"):
-        train_tokenizer([text], 256)
+    assert tokenizer.mask_token_id not in ids
+    with pytest.raises(ValueError, match="at least 258"):
+        train_tokenizer([text], 257)
 
 
 def test_documents_of_files(tmp_path):
@@ -51,6 +72,8 @@ def test_documents_of_files(tmp_path):
     assert list(read_documents(files)) == ["first", "second"]
     with pytest.raises(ValueError, match="no file matches"):
         find_documents(f"{tmp_path}/*.md")
+    with pytest.raises(ValueError, match=r"give its files \(.*/\*\*/\*\)"):
+        find_documents(str(tmp_path))
 
 
 def test_any_machine_has_a_corpus():

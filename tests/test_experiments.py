@@ -118,3 +118,30 @@ def test_bad_arguments_are_explained(options, message, tmp_path, smollm2_gguf):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_mtp_from_scratch_and_its_rivals(tmp_path):
+    """A small model with its modules; then the other drafters, for that model."""
+    out, runs = tmp_path / "result.json", tmp_path / "runs"
+    done = start("mtp_from_scratch.py", f"--out={out}", f"--workdir={runs}", "--smoke")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["identical"]
+    assert 1 <= result["draft_len"] <= 6
+    assert result["speedup"] > 0
+    assert len(result["acceptance_by_depth"]) == 1
+    for key in ("main_loss_with", "main_loss_without"):
+        assert 3 < result[key] < 6, key
+    assert (tmp_path / "result.png").stat().st_size > 0
+
+    done = start(
+        "dspark_vs_mtp.py", f"--out={out}", f"--workdir={tmp_path / 'rivals'}", "--smoke",
+        f"--target={runs / 'with/target'}", f"--joint={runs / 'with/drafter'}",
+        "--corpus=specjax/**/*.py", "--draft-vocab=64",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    drafters = json.loads(out.read_text())["drafters"]
+    assert set(drafters) == {"dspark", "dflash", "mtp_1", "mtp_3", "mtp_joint", "prompt_lookup"}
+    for name, drafter in drafters.items():
+        assert drafter["greedy"]["held out"]["identical"], name
+        assert (drafter["parameters_added"] > 0) == (name != "prompt_lookup")

@@ -115,6 +115,16 @@ def test_interrupt(run, monkeypatch, capsys, where):
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
+def test_interrupted_tasks_say_how_they_go_on(run, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupt)
+    assert run(f"--config={ROOT / 'configs/train.py'}") == 130
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("Interrupted. It goes on where it was with --workdir=runs/train-")
+
+
 def test_misspelt_key_in_a_process_of_its_own(tmp_path):
     command = [sys.executable, "-m", "specjax.main", QUICKSTART, "--config.temprature=1"]
     result = subprocess.run(

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from specjax.data.target_cache import TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-END = "<|endoftext|>"  # of a document, for tokenisers that are trained here
+# Of tokenisers that are trained here: the end of a document, and what no text has, which
+# stands for tokens that are to be drafted.
+END, MASK = "<|endoftext|>", "<|mask|>"
 
 
 class PackedRow(NamedTuple):
@@ -21,11 +25,13 @@ class PackedRow(NamedTuple):
 
     Attributes:
       tokens_T: token ids; every document ends with the end token.
+      loss_mask_T: tokens to be learnt.
       segments_T: documents of the row, counted from 1; 0 is padding.
       positions_T: from 0 on in every document, or in what the row has of it.
     """
 
     tokens_T: Int[np.ndarray, " T"]
+    loss_mask_T: Bool[np.ndarray, " T"]
     segments_T: Int[np.ndarray, " T"]
     positions_T: Int[np.ndarray, " T"]
 
@@ -51,7 +57,8 @@ def find_documents(pattern: str) -> list[Path]:
         ]
     files = sorted(path for path in files if path.is_file())
     if not files:
-        raise ValueError(f"no file matches {pattern or 'the standard library'!r}")
+        hint = f": of a folder, give its files ({pattern}/**/*)" if Path(pattern).is_dir() else ""
+        raise ValueError(f"no file matches {pattern or 'the standard library'!r}{hint}")
     return files
 
 
@@ -71,26 +78,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
 
     Args:
       texts: to learn merges from.
-      vocab_size: tokens in all, the 256 bytes and the end token among them.
+      vocab_size: tokens in all, the 256 bytes, `END` and `MASK` among them.
 
     Raises:
       ValueError: too small a vocabulary.
     """
     from transformers import PreTrainedTokenizerFast  # slow to import
 
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size must be at least 257 (bytes and end token), got {vocab_size}")
+    if vocab_size < 258:
+        raise ValueError(f"vocab_size must be at least 258 (bytes, END, MASK), got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[END, MASK],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, mask_token=MASK)
 
 
 def pack(documents: Iterable[Sequence[int]], end: int, length: int) -> Iterator[PackedRow]:
@@ -119,4 +126,12 @@ def pack(documents: Iterable[Sequence[int]], end: int, length: int) -> Iterator[
 
 
 def _row(entries: list[tuple[int, int, int]]) -> PackedRow:
-    return PackedRow(*np.array(entries, np.int32).T)
+    tokens_T, segments_T, positions_T = np.array(entries, np.int32).T
+    return PackedRow(tokens_T, segments_T > 0, segments_T, positions_T)
+
+
+def single_rows(texts: Iterable[TokenSequence]) -> Iterator[PackedRow]:
+    """Each text as a row of its own."""
+    for tokens_T, mask_T in texts:
+        positions_T = np.arange(len(tokens_T), dtype=np.int32)
+        yield PackedRow(tokens_T, mask_T, np.ones_like(positions_T), positions_T)

@@ -104,6 +104,7 @@ def hidden_states(
     """Taps and last hidden states of texts that are padded at the end."""
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     out = model.apply(params, tokens_BT, positions_BT, None, taps=taps, logits="none")
-    if out.taps is None:
+    if taps and out.taps is None:
         raise ValueError(f"{model} gives no hidden states to train a drafter from")
-    return out.taps.astype(jnp.bfloat16), out.hidden.astype(jnp.bfloat16)
+    taps_BTMD = out.hidden[:, :, None][:, :, :0] if out.taps is None else out.taps
+    return taps_BTMD.astype(jnp.bfloat16), out.hidden.astype(jnp.bfloat16)

@@ -8,20 +8,25 @@ from specjax.drafters.composed import Composed
 from specjax.drafters.draft_model import DraftModel, draft_model, early_exit
 from specjax.drafters.dspark import DSpark, DSparkConfig
 from specjax.drafters.dspark_init import init_dspark
+from specjax.drafters.mtp import MTP, MTPConfig
+from specjax.drafters.mtp_init import init_mtp
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.prompt_lookup import PromptLookup
 
 __all__ = [
+    "MTP",
     "Composed",
     "DSpark",
     "DSparkConfig",
     "DraftModel",
     "Drafter",
+    "MTPConfig",
     "NoDrafter",
     "PromptLookup",
     "draft_model",
     "early_exit",
     "init_dspark",
+    "init_mtp",
     "split_params",
 ]
 

@@ -44,6 +44,8 @@ def init_mtp(
     known = {"hidden_source", "hidden_norm", "concat", "shared_module"}
     if unknown := sorted(options.keys() - known):
         raise ValueError(f"unknown options {unknown}: known are {sorted(known)}")
+    if depth >= model.max_len:
+        raise ValueError(f"depth {depth} exceeds the context of {target.name}")
     ids = None if draft_vocab is None else check_draft_vocab(draft_vocab, model.vocab_size)
     last = model.config.num_layers - 1
     drafter = MTP(

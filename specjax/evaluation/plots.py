@@ -97,8 +97,8 @@ def _plot_histogram(axes: Any, run: dict[str, Any]) -> None:
         text = f"{mean}\ntarget's own token included"
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top")
     axes.set(
-        title="Accepted drafts, every round (without drafts: 0)",
-        xlabel="accepted drafts",
+        title="Accepted drafts, every round",
+        xlabel="accepted drafts (0 in rounds without any)",
         ylabel="share of rounds",
         xticks=range(len(shares)),
     )

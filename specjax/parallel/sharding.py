@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.decoding.types import DecodeState, PyTree
 from specjax.drafters.dspark import DSpark
+from specjax.drafters.mtp import MTP
 from specjax.models.layers import LayerCache
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
@@ -120,7 +121,7 @@ def _place(axis: str, mesh: Mesh, rules: Rules, name: str) -> str | None:
 
 
 def param_shardings(
-    model: TransformerTarget | DSpark, mesh: Mesh, rules: Rules = DEFAULT_RULES
+    model: TransformerTarget | DSpark | MTP, mesh: Mesh, rules: Rules = DEFAULT_RULES
 ) -> PyTree:
     """The sharding of each parameter, as a pytree like the parameters; makes no array.
 
@@ -145,7 +146,10 @@ def param_shardings(
 
 
 def shard_params(
-    params: PyTree, model: TransformerTarget | DSpark, mesh: Mesh, rules: Rules = DEFAULT_RULES
+    params: PyTree,
+    model: TransformerTarget | DSpark | MTP,
+    mesh: Mesh,
+    rules: Rules = DEFAULT_RULES,
 ) -> PyTree:
     """The parameters of `model`, laid out over the mesh.
 

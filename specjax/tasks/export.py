@@ -4,7 +4,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from specjax.checkpoints.dspark import check_place, export_dspark
+from specjax.checkpoints.dspark import export_dspark
+from specjax.checkpoints.files import check_place
 from specjax.drafters import DSpark
 from specjax.evaluation.report import environment
 from specjax.files import write_json

@@ -1,35 +1,17 @@
-"""Task "train": a DSpark drafter, from a target cache or from texts and the target itself."""
+"""Task "train": a drafter for a target, or a target with a drafter that learns beside it."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-import specjax
-from specjax.checkpoints.dspark import check_place, open_dspark, save_dspark
-from specjax.checkpoints.dtype import resolve_dtype
-from specjax.checkpoints.head import load_head
-from specjax.data.target_cache import TargetCache, TokenSequence
-from specjax.decoding.types import PyTree
-from specjax.drafters.borrowed import attach_target, language_model_head
-from specjax.drafters.dspark import DSpark
-from specjax.drafters.dspark_init import init_dspark, with_block_size
 from specjax.evaluation.report import environment
 from specjax.files import write_json
-from specjax.tasks.common import (
-    enable_compilation_cache,
-    given_texts,
-    open_workdir,
-    plain_config,
-)
-from specjax.training.features import CachedStates, OnlineStates
-from specjax.training.losses import LossWeights
-from specjax.training.trainer import Trainer, Training
+from specjax.tasks.common import enable_compilation_cache, open_workdir, plain_config
+from specjax.tasks.plans import make_plan
+from specjax.training.trainer import Best, Trainer, Training
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
@@ -41,112 +23,55 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """
     values = plain_config(config)
     open_workdir(workdir)
-    folder = workdir / "drafter"
-    check_place(folder, replace=True)
     enable_compilation_cache(config.compilation_cache)
-    losses = LossWeights(**config.losses)
-    dtype = resolve_dtype(config.training.compute_dtype)
-    training = {**config.training, "compute_dtype": dtype, "losses": losses, "seed": config.seed}
-    settings = Training(**training)
-    cache = TargetCache(Path(config.cache)) if config.cache else None
-    if cache is not None:
-        target, mask_token_id = load_head(cache.directory)
-        texts, taps = cache.texts, cache.taps
-    else:
-        target, mask_token_id = specjax.load_target(config.target, dtype=config.dtype), None
-        texts, taps = _given(config, target), None
-    if config.mask_token_id is not None:
-        mask_token_id = config.mask_token_id
-    model, params = _drafter(config, target, mask_token_id, texts, taps)
-    head = language_model_head(target)
-    if cache is not None:
-        with tqdm(total=sum(cache.lengths), unit=" normalizers", dynamic_ncols=True) as bar:
-            data = CachedStates(cache, head, model.taps, bar.update)
-    else:
-        data = OnlineStates(texts, target, model.taps)
-    trainer = Trainer(model, params, head, data, settings)
-    with tqdm(total=settings.steps, unit=" steps", dynamic_ncols=True) as bar:
+    settings = Training(**config.training, seed=config.seed)
+    plan = make_plan(config, workdir)
+    trainer = Trainer(plan.objective, plan.trained, plan.fixed, plan.data, settings)
+    done = trainer.last_step(workdir)
+    with tqdm(total=settings.steps, initial=done, unit=" steps", dynamic_ncols=True) as bar:
 
         def show(step: int, log: dict[str, Any]) -> None:
             bar.update(step - bar.n)
             if log:
-                bar.set_postfix(
-                    loss=f"{log['total']:.3f}", accepted_length=f"{log['expected_length']:.2f}"
-                )
+                shown = ("total", "main", "expected_length")
+                bar.set_postfix({name: f"{log[name]:.3f}" for name in shown if name in log})
 
-        held_out = trainer.run(
+        trainer.run(
             workdir,
             eval_every=config.eval_every,
             save_every=config.save_every,
             on_step=show,
         )
-    save_dspark(folder, model, trainer.best_params(workdir), target, replace=True)
-    size = sum(path.stat().st_size for path in folder.iterdir())
+    best = trainer.best(workdir)
+    folders = plan.save(best.params)
+    sizes = {
+        f"{name}_bytes": sum(path.stat().st_size for path in folder.iterdir())
+        for name, folder in folders.items()
+    }
     report = {
         "task": config.task,
         "config": values,
         "environment": environment(),
         "training": dataclasses.asdict(settings),
-        "held_out": held_out,
-        "drafter_bytes": size,
+        "held_out": best.losses,
+        "best_step": best.step,
+        **sizes,
     }
     write_json(workdir / "report.json", report)
     write_json(workdir / "config.json", values)
-    acceptance = ", ".join(f"{value:.2f}" for value in held_out["acceptance_G"])
-    print(f"Held out: accepted length {held_out['expected_length']:.2f}, by position {acceptance}")
-    print(f"Drafter: {folder} ({size / 1e6:.1f} MB)")
+    print(_summary(best))
+    for name, folder in folders.items():
+        print(f"{name.capitalize()}: {folder} ({sizes[f'{name}_bytes'] / 1e6:.1f} MB)")
 
 
-def _given(config: ConfigDict, target: specjax.Target) -> list[TokenSequence]:
-    """The texts to train on without a cache."""
-    named = config.texts or config.prompts or config.dataset
-    texts = given_texts(config, target) if named else None
-    if texts is None:
-        raise ValueError(
-            "nothing to train on: set config.cache, or config.texts, or config.answers='given' "
-            "with config.prompts or config.dataset"
-        )
-    return texts
-
-
-def _drafter(
-    config: ConfigDict,
-    target: specjax.Target,
-    mask_token_id: int | None,
-    texts: Sequence[TokenSequence],
-    taps: tuple[int, ...] | None,
-) -> tuple[DSpark, PyTree]:
-    """A new drafter, or the one to go on from; `taps` are those to choose where none are named."""
-    options = dict(config.drafter)
-    if config.start:
-        model, params = open_dspark(Path(config.start), target, any_target=config.any_target)
-        # Checkpoints that have an embedding and a head may have rounded them.
-        params = attach_target(params, target)
-        return with_block_size(model, options["block_size"]), params
-    count, layers_from = options.pop("draft_vocab"), options.pop("layers_from")
-    if layers_from and config.cache:
-        target = specjax.load_target(config.target, dtype=config.dtype)
-    return init_dspark(
-        target,
-        jax.random.key(config.seed),
-        taps=options.pop("taps") or taps,
-        mask_token_id=mask_token_id,
-        draft_vocab=frequent_tokens(texts, count, target.model.vocab_size) if count else None,
-        layers_from=layers_from,
-        dtype="float32",
-        **options,
-    )
-
-
-def frequent_tokens(texts: Sequence[TokenSequence], count: int, vocab_size: int) -> list[int]:
-    """The tokens that the texts' answers have most of; low ids first among equals.
-
-    Args:
-      texts: to count in.
-      count: how many tokens.
-      vocab_size: V.
-    """
-    counts = np.zeros(vocab_size, np.int64)
-    for tokens_T, mask_T in texts:
-        counts += np.bincount(tokens_T[mask_T], minlength=vocab_size)
-    return np.argsort(-counts, kind="stable")[:count].tolist()
+def _summary(best: Best) -> str:
+    """What the losses on the held-out sequences say."""
+    losses, parts = best.losses, []
+    if "main" in losses:
+        parts.append(f"loss of the target {losses['main']:.3f} nats a token")
+    acceptance = losses.get("acceptance_G") or losses.get("acceptance_K")
+    if acceptance:
+        by_position = ", ".join(f"{value:.2f}" for value in acceptance)
+        length = f"accepted length {losses['expected_length']:.2f} at temperature 1"
+        parts.append(f"{length}, by position {by_position}")
+    return f"Held out, after {best.step} steps: {'; '.join(parts)}"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.data.corpus import PackedRow
 from specjax.data.hidden_states import hidden_states
 from specjax.data.target_cache import Sample, TargetCache, TokenSequence
 from specjax.drafters.borrowed import language_model_head
@@ -21,11 +22,13 @@ _ROWS = 256  # hidden states whose logits are computed together
 
 
 class Batch(NamedTuple):
-    """Sequences padded to one length, on the device.
+    """Sequences padded to one length, on the device; without states where the target learns too.
 
     Attributes:
       tokens_BT: token ids.
       loss_mask_BT: tokens to be learnt.
+      segments_BT: documents of a row, which do not see each other; 0 is padding.
+      positions_BT: of the tokens in their documents.
       taps_BTMD: outputs of the tapped layers at each token.
       hidden_BTD: the input of the language-model head at each token.
       normalizer_BT: log-sum-exp of the head's logits at each token.
@@ -33,9 +36,11 @@ class Batch(NamedTuple):
 
     tokens_BT: Int[Array, "B T"]
     loss_mask_BT: Bool[Array, "B T"]
-    taps_BTMD: Float[Array, "B T M D"]
-    hidden_BTD: Float[Array, "B T D"]
-    normalizer_BT: Float[Array, "B T"]
+    segments_BT: Int[Array, "B T"]
+    positions_BT: Int[Array, "B T"]
+    taps_BTMD: Float[Array, "B T M D"] | None = None
+    hidden_BTD: Float[Array, "B T D"] | None = None
+    normalizer_BT: Float[Array, "B T"] | None = None
 
 
 @runtime_checkable
@@ -43,8 +48,8 @@ class TrainingData(Protocol):
     """Sequences to train on, as Grain's data sources, and the states of a batch of them."""
 
     @property
-    def texts(self) -> Sequence[TokenSequence]:
-        """The sequences without hidden states."""
+    def texts(self) -> Sequence[Any]:
+        """The sequences' tokens and masks, as `TokenSequence` names them."""
         ...
 
     @property
@@ -124,7 +129,8 @@ class CachedStates:
         )
 
     def complete(self, collated: Sample) -> Batch:
-        return Batch(*map(jnp.asarray, collated))
+        tokens_BT, mask_BT, *states = map(jnp.asarray, collated)
+        return Batch(tokens_BT, mask_BT, *_one_document(tokens_BT), *states)
 
     def _compute(self, head: Head, on_tokens: Callable[[int], object]) -> np.ndarray:
         values = []
@@ -169,7 +175,35 @@ class OnlineStates:
             target.params, tokens_BT, model=target.model, taps=self._taps
         )
         normalizer_BT = log_normalizers(hidden_BTD, self._head)
-        return Batch(tokens_BT, mask_BT, taps_BTMD, hidden_BTD, normalizer_BT)
+        states = taps_BTMD, hidden_BTD, normalizer_BT
+        return Batch(tokens_BT, mask_BT, *_one_document(tokens_BT), *states)
+
+
+class TextAlone:
+    """That of a target which learns too: its states are computed where its gradient is."""
+
+    def __init__(self, rows: Sequence[PackedRow]):
+        """Takes rows of `pack` or `single_rows`."""
+        self.texts = rows
+        self.identity = {
+            "rows": len(rows),
+            "texts": digest([row.tokens_T.tolist() for row in rows]),
+        }
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: Any) -> PackedRow:
+        return self.texts[int(index)]
+
+    def complete(self, collated: PackedRow) -> Batch:
+        return Batch(*map(jnp.asarray, collated))
+
+
+def _one_document(tokens_BT: Array) -> tuple[Array, Array]:
+    """Segments and positions of rows that hold one document each; the mask tells padding."""
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    return jnp.ones_like(tokens_BT), positions_BT
 
 
 def target_probs(

@@ -1,4 +1,4 @@
-"""Losses of MTP modules (DeepSeek-V3, arXiv 2412.19437, equations 24 and 25)."""
+"""Losses of MTP modules and of their target (DeepSeek-V3, arXiv 2412.19437, equations 24, 25)."""
 
 import dataclasses
 import math
@@ -17,30 +17,39 @@ _EPSILON = 1e-6  # in the denominators
 
 @dataclasses.dataclass(frozen=True)
 class MTPLossWeights:
-    """How the losses add up.
+    """How the losses of modules add up.
 
     Attributes:
-      main: of the target's own cross-entropy; 0 where the target is frozen.
       modules: λ, of the mean over the modules.
+      modules_late: λ from `late` on; None leaves it. DeepSeek-V3 has 0.3, then 0.1.
+      late: part of the run after which it changes.
       depth_decay: β; module k counts β^(k-1) in that mean. 1 is DeepSeek-V3's, 0.6 that of
         FastMTP (arXiv 2509.18362).
       distillation: part of a module's loss that is cross-entropy to the target's own
         distribution instead of to the text.
     """
 
-    main: float = 1.0
     modules: float = 0.3
+    modules_late: float | None = None
+    late: float = 0.67
     depth_decay: float = 1.0
     distillation: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = dataclasses.astuple(self)
+        numbers = [number for number in dataclasses.astuple(self) if number is not None]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise ValueError(f"loss weights must be finite and at least 0, got {self}")
-        if self.distillation > 1 or not self.main + self.modules:
-            raise ValueError(
-                f"distillation must be at most 1, and main or modules above 0; got {self}"
-            )
+        if max(self.distillation, self.late) > 1:
+            raise ValueError(f"distillation and late must be at most 1, got {self}")
+
+    @property
+    def lambdas(self) -> tuple[float, float]:
+        """λ at first, and from `late` on."""
+        return self.modules, self.modules if self.modules_late is None else self.modules_late
+
+    def at(self, progress: Float[Array, ""]) -> Float[Array, ""]:
+        """λ when that part of the run is done."""
+        return jnp.where(progress < self.late, *self.lambdas)
 
 
 class MTPLosses(NamedTuple):
@@ -48,8 +57,7 @@ class MTPLosses(NamedTuple):
 
     Attributes:
       total: what is minimised.
-      main: cross-entropy of the target's head, in nats a token; 0 where it has no weight.
-      cross_entropy_K: of each module, likewise.
+      cross_entropy_K: of each module, in nats a token.
       distillation_K: cross-entropy of each module to the target's distribution.
       acceptance_K: mean chance that the target accepts a draft of each module, given that it
         accepted those before.
@@ -58,7 +66,6 @@ class MTPLosses(NamedTuple):
     """
 
     total: Float[Array, ""]
-    main: Float[Array, ""]
     cross_entropy_K: Float[Array, " K"]
     distillation_K: Float[Array, " K"]
     acceptance_K: Float[Array, " K"]
@@ -66,35 +73,52 @@ class MTPLosses(NamedTuple):
     weight: Float[Array, ""]
 
 
+def next_token_loss(
+    logits_BTV: Float[Array, "B T V"],
+    tokens_BT: Int[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    segments_BT: Int[Array, "B T"],
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, "B T"]]:
+    """Cross-entropy of a target's own head, which predicts token i + 1 at position i.
+
+    Returns:
+      The mean over positions that count, how many do, and the log-sum-exp of the logits.
+    """
+    counted_BT = _counted(mask_BT, segments_BT, 1)
+    normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    label_BT1 = jnp.take_along_axis(logits_BTV, _ahead(tokens_BT, 1)[..., None], axis=-1)
+    mean = _mean(normalizer_BT - label_BT1[..., 0], counted_BT)
+    return mean, jnp.sum(counted_BT, dtype=jnp.float32), normalizer_BT
+
+
 def mtp_losses(
     logits: Sequence[Float[Array, "B T C"]],
     probs_BTC: Float[Array, "B T C"],
-    main_BT: Float[Array, "B T"] | None,
     tokens_BT: Int[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     segments_BT: Int[Array, "B T"],
     weights: MTPLossWeights,
+    progress: Float[Array, ""],
     draft_ids: Int[Array, " C"] | None = None,
 ) -> MTPLosses:
-    """Main and module losses of a batch.
+    """Losses of the modules on a batch.
 
-    At position i the target's head is to predict token i + 1, module k token i + k + 1, all
-    of the same segment: nothing is learnt across documents.
+    At position i module k is to predict token i + k + 1 of the same segment: nothing is
+    learnt across documents.
 
     Args:
       logits: of the modules, by depth from 1.
       probs_BTC: the target's probabilities after each position, of the tokens that may be
         drafted. No gradient flows into them.
-      main_BT: the target's cross-entropy at each position; None where it has no weight.
       tokens_BT: token ids.
       mask_BT: tokens to be learnt.
       segments_BT: documents of a row; 0 is padding.
       weights: of the losses.
+      progress: part of the run that is done.
       draft_ids: the trimmed vocabulary in increasing order, if there is one.
     """
     probs_BTC = lax.stop_gradient(probs_BTC)
     first_BT = _counted(mask_BT, segments_BT, 1)
-    main = jnp.float32(0.0) if main_BT is None else _mean(main_BT, first_BT)
     entropies, distillations, acceptances = [], [], []
     reached_BT, all_BT = jnp.ones(tokens_BT.shape, jnp.float32), first_BT
     length_BT = jnp.ones(tokens_BT.shape, jnp.float32)
@@ -120,8 +144,7 @@ def mtp_losses(
     mixed_K = (1 - weights.distillation) * cross_entropy_K + weights.distillation * distillation_K
     modules = jnp.sum(mixed_K * decays_K) / jnp.sum(decays_K)
     return MTPLosses(
-        total=weights.main * main + weights.modules * modules,
-        main=main,
+        total=weights.at(progress) * modules,
         cross_entropy_K=cross_entropy_K,
         distillation_K=distillation_K,
         acceptance_K=jnp.stack(acceptances),

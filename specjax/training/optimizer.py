@@ -2,7 +2,10 @@
 
 import math
 
+import jax
 import optax
+
+from specjax.decoding.types import PyTree
 
 
 def warmup_cosine(peak: float, total_steps: int, warmup_ratio: float) -> optax.Schedule:
@@ -28,10 +31,33 @@ def warmup_cosine(peak: float, total_steps: int, warmup_ratio: float) -> optax.S
 
 
 def adamw(
-    schedule: optax.Schedule, *, weight_decay: float = 0.0, max_grad_norm: float = 1.0
+    schedule: optax.Schedule,
+    *,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    parts: tuple[str, ...] = (),
 ) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm."""
-    return optax.chain(
+    """AdamW on gradients clipped by their global norm.
+
+    Args:
+      schedule: the learning rate by step.
+      weight_decay: its coefficient; layers' scalars, which have no gradient, keep their value.
+      max_grad_norm: gradients are clipped to it.
+      parts: where the parameters are a dictionary of these, each is clipped by its own norm,
+        so that none changes what another learns.
+    """
+    mask = _learns if weight_decay else None
+    transform = optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay),
+        optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay, mask=mask),
+    )
+    if not parts:
+        return transform
+    return optax.partition(dict.fromkeys(parts, transform), {part: part for part in parts})
+
+
+def _learns(params: PyTree) -> PyTree:
+    """Which parameters are not layers' scalars, through which no gradient flows."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: getattr(path[-1], "key", None) != "scalar", params
     )

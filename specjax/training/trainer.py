@@ -1,11 +1,14 @@
-"""Training of a DSpark drafter: resumable, logged, evaluated."""
+"""Training runs: resumable, logged, evaluated."""
 
 import contextlib
 import dataclasses
 import json
+import math
 import resource
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from specjax.data.target_cache import collate
 from specjax.decoding.types import PyTree
-from specjax.drafters.borrowed import split_params
-from specjax.drafters.dspark import DSpark
 from specjax.files import changes, plain
-from specjax.models.transformer import Head
-from specjax.training.anchors import make_blocks, sample_anchors
-from specjax.training.features import Batch, TrainingData, target_probs
-from specjax.training.losses import Losses, LossWeights, dspark_losses
+from specjax.training.features import Batch, TrainingData
+from specjax.training.objectives import Losses, Objective
 from specjax.training.optimizer import adamw, warmup_cosine
-
-_METRIC = "expected_length"  # what the best checkpoint has most of, on held-out sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,34 +38,28 @@ class Training:
       steps: optimiser steps.
       batch_size: sequences a step.
       accumulation: parts that a batch is run in, one after the other.
-      num_anchors: blocks of each sequence.
       max_len: longer sequences are cut off.
       learning_rate: its peak.
       warmup_ratio: part of the steps in which it rises.
       weight_decay: of AdamW.
       max_grad_norm: gradients are clipped to it.
-      losses: weights of the losses.
-      compute_dtype: of the matrix products; parameters and the rest stay float32.
       held_out: sequences at the end of the data that are not trained on.
-      seed: of the order of sequences and of the anchors.
+      seed: of the order of sequences and of what the objective draws.
     """
 
     steps: int
     batch_size: int = 8
     accumulation: int = 1
-    num_anchors: int = 64
     max_len: int = 512
     learning_rate: float = 1e-3
     warmup_ratio: float = 0.04
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    losses: LossWeights = dataclasses.field(default_factory=LossWeights)
-    compute_dtype: str = "float32"
     held_out: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = ("steps", "batch_size", "accumulation", "num_anchors", "held_out")
+        sizes = ("steps", "batch_size", "accumulation", "held_out")
         wrong = [name for name in sizes if getattr(self, name) < 1]
         if wrong or self.max_len < 2:
             raise ValueError(f"{wrong or 'max_len'} must be at least {1 if wrong else 2}")
@@ -77,13 +68,20 @@ class Training:
                 f"batch_size ({self.batch_size}) must be a multiple of accumulation "
                 f"({self.accumulation})"
             )
+        if not 0 <= self.weight_decay < math.inf or not self.max_grad_norm > 0:
+            raise ValueError(
+                f"weight_decay must be finite and at least 0 and max_grad_norm above 0, got "
+                f"{self.weight_decay} and {self.max_grad_norm}"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
 
 
 class TrainState(NamedTuple):
     """What a training step changes.
 
     Attributes:
-      params: of the drafter, without what is the target's.
+      params: that are trained.
       optimizer: state of the optimiser.
       step: optimiser steps done.
     """
@@ -93,8 +91,22 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
 
 
+class Best(NamedTuple):
+    """The best checkpoint of a run.
+
+    Attributes:
+      params: that were trained.
+      losses: on the held-out sequences.
+      step: at which it was made.
+    """
+
+    params: PyTree
+    losses: dict[str, Any]
+    step: int
+
+
 class Trainer:
-    """A drafter in training; `run` trains it, from the last checkpoint on if there is one.
+    """Parameters in training; `run` trains them, from the last checkpoint on if there is one.
 
     Attributes:
       state: parameters and optimiser.
@@ -102,31 +114,34 @@ class Trainer:
 
     def __init__(
         self,
-        model: DSpark,
-        params: PyTree,
-        head: Head,
+        objective: Objective,
+        trained: PyTree,
+        fixed: PyTree,
         data: TrainingData,
         settings: Training,
     ):
         """Prepares training.
 
         Args:
-          model: the drafter.
-          params: its parameters at the start, those of the target's with them.
-          head: the target's language-model head.
-          data: with the drafter's taps.
+          objective: what is minimised.
+          trained: its parameters that learn, as they start.
+          fixed: its parameters that do not.
+          data: with the states that the objective needs.
           settings: of the run.
 
         Raises:
           ValueError: too few sequences, or none with a token to learn.
         """
         _check_data(data, settings)
-        self._data, self._settings, self._model = data, settings, model
+        self._data, self._settings, self._objective = data, settings, objective
         schedule = warmup_cosine(settings.learning_rate, settings.steps, settings.warmup_ratio)
         self._optimizer = adamw(
-            schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm
+            schedule,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            parts=objective.parts,
         )
-        trained, self._fixed = split_params(params)
+        self._fixed = fixed
 
         @jax.jit
         def first_state(params: PyTree) -> TrainState:
@@ -135,18 +150,12 @@ class Trainer:
             return TrainState(params, self._optimizer.init(params), jnp.int32(0))
 
         self.state = first_state(trained)
-        self._head = head
-        static = {"model": model, "settings": settings}
-        self._step = jax.jit(
-            partial(_train_step, optimizer=self._optimizer, **static), donate_argnums=0
+        step = partial(
+            _train_step, objective=objective, settings=settings, optimizer=self._optimizer
         )
-        self._evaluate = jax.jit(partial(_batch_losses, **static))
+        self._step = jax.jit(step, donate_argnums=0)
+        self._evaluate = jax.jit(objective.losses)
         self._evaluated: tuple[int, Losses] | None = None  # at which step, and what it gave
-
-    @property
-    def params(self) -> PyTree:
-        """The drafter's parameters, those of the target's with them."""
-        return {**self.state.params, **self._fixed}
 
     def run(
         self,
@@ -160,7 +169,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Trains to the last step, or to `until`; keeps the best and the last checkpoint.
 
-        Interrupted with Ctrl-C, it saves where it is.
+        Interrupted with Ctrl-C, it ends the step and saves where it is; a second one ends it at
+        once.
 
         Args:
           directory: of checkpoints and logs (JSON lines, and TensorBoard if installed).
@@ -174,20 +184,28 @@ class Trainer:
           The losses on the held-out sequences at the end.
 
         Raises:
-          ValueError: the directory has checkpoints of other settings.
+          ValueError: the directory has checkpoints of other settings, or steps between
+            evaluations, checkpoints or lines of the log that are no number of steps.
         """
+        every = {"eval_every": eval_every, "save_every": save_every, "log_every": log_every}
+        if wrong := {name: steps for name, steps in every.items() if steps < 1}:
+            raise ValueError(f"steps between one and the next must be at least 1, got {wrong}")
         last = self._settings.steps if until is None else min(until, self._settings.steps)
         with contextlib.ExitStack() as stack:
-            manager = stack.enter_context(_checkpoints(directory))
+            interrupts = stack.enter_context(_interrupts())
+            manager = stack.enter_context(self._checkpoints(directory))
             batches = self._batches()
             seconds = self._restore(manager, batches)
-            log = stack.enter_context(contextlib.closing(_Log(directory, self._settings, seconds)))
+            rows, length = self._settings.batch_size, self._settings.max_len
+            anchors = rows * self._objective.anchors(length)
+            log = _Log(directory, anchors, rows * length, seconds)
+            stack.enter_context(contextlib.closing(log))
             step = done = int(self.state.step)
             try:
                 while step < last:
                     batch = next(batches)
                     self.state, losses = self._step(
-                        self.state, self._fixed, self._head, self._data.complete(batch)
+                        self.state, self._fixed, self._data.complete(batch)
                     )
                     step += 1
                     if step % log_every == 0 or step == last:
@@ -199,20 +217,30 @@ class Trainer:
                     if step % save_every == 0 and step < last:
                         self._save(manager, batches, log.seconds)
                         done = step
+                    if interrupts:
+                        break
             finally:
                 if int(self.state.step) > done:
                     self._save(manager, batches, log.seconds)
         return _plain_losses(self.evaluate())
 
-    def best_params(self, directory: Path) -> PyTree:
-        """The parameters of the best checkpoint that `run` kept there."""
-        with _checkpoints(directory) as manager:
-            state = {"state": ocp.args.StandardRestore(self.state._asdict())}
+    def last_step(self, directory: Path) -> int:
+        """The step of the last checkpoint that `run` kept there, from which it goes on; or 0."""
+        with self._checkpoints(directory) as manager:
+            return manager.latest_step() or 0
+
+    def best(self, directory: Path) -> Best:
+        """The best of the checkpoints that `run` kept there; without any, what there is now."""
+        with self._checkpoints(directory) as manager:
             step = manager.best_step()
             if step is None:
-                return self.params
-            best = manager.restore(step, args=ocp.args.Composite(**state))["state"]
-        return {**best["params"], **self._fixed}
+                losses = _plain_losses(self.evaluate())
+                return Best(self.state.params, losses, int(self.state.step))
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(self.state._asdict()))
+            params = manager.restore(step, args=args)["state"]["params"]
+            losses = manager.metrics(step)
+            assert losses is not None  # saved with every checkpoint
+            return Best(params, losses, step)
 
     def evaluate(self) -> Losses:
         """Means over the held-out sequences; the same anchors every time."""
@@ -224,6 +252,7 @@ class Trainer:
     def _evaluate_now(self) -> Losses:
         size, held_out = self._settings.batch_size, self._settings.held_out
         first = len(self._data) - held_out
+        progress = self.state.step / self._settings.steps
         parts = []
         for start in range(first, len(self._data), size):
             rows = [self._data[i] for i in range(start, min(start + size, len(self._data)))]
@@ -231,11 +260,7 @@ class Trainer:
             key = jax.random.fold_in(jax.random.key(self._settings.seed), start)
             parts.append(
                 self._evaluate(
-                    self.state.params,
-                    self._fixed,
-                    self._head,
-                    self._data.complete(batch),
-                    key,
+                    self.state.params, self._fixed, self._data.complete(batch), key, progress
                 )
             )
         return _mean(parts)
@@ -254,15 +279,13 @@ class Trainer:
         step = int(self.state.step)
         if manager.latest_step() == step:
             return
-        manager.save(
-            step,
-            metrics=_plain_losses(self.evaluate()),
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(self.state._asdict()),
-                data=ocp.args.JsonSave({"batches": batches.get_state(), "seconds": seconds}),
-                settings=ocp.args.JsonSave(self._identity()),
-            ),
+        metrics = _plain_losses(self.evaluate())
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(self.state._asdict()),
+            data=ocp.args.JsonSave({"batches": batches.get_state(), "seconds": seconds}),
+            settings=ocp.args.JsonSave(self._identity()),
         )
+        manager.save(step, metrics=metrics, args=args)
         manager.wait_until_finished()
 
     def _restore(self, manager: ocp.CheckpointManager, batches: Any) -> float:
@@ -288,94 +311,87 @@ class Trainer:
         batches.set_state(restored["data"]["batches"])
         return restored["data"]["seconds"]
 
+    @contextlib.contextmanager
+    def _checkpoints(self, directory: Path) -> Iterator[ocp.CheckpointManager]:
+        """Keeps the last checkpoint and the best."""
+        policy = preservation_policy
+
+        def score(losses: dict[str, Any]) -> float:
+            value = self._objective.score(losses)
+            return value if math.isfinite(value) else -math.inf  # NaN has no place in an order
+
+        best = policy.BestN(get_metric_fn=score, reverse=False, n=1)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy.AnyPreservationPolicy([policy.LatestN(1), best]),
+            best_fn=score,
+            enable_async_checkpointing=False,
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=options) as m:
+            yield m
+
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
         return plain(
             {
-                "drafter": dataclasses.asdict(self._model.config),
+                "objective": dataclasses.asdict(self._objective),
                 "settings": dataclasses.asdict(self._settings),
                 "data": self._data.identity,
             }
         )
 
 
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that Ctrl-C is put down in; KeyboardInterrupt follows at the end.
+
+    Raised at any place it could be lost in a callback, take a state that was just donated, or
+    leave threads that write a checkpoint beside the next one. A second one is raised at once.
+    """
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if came:
+            signal.default_int_handler(number, frame)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 @jax.jit
 def _mean(parts: list[Losses]) -> Losses:
     """Weighted as the parts' positions are."""
-    weights = jnp.stack([part.weight for part in parts])
+    weights = jnp.stack([part["weight"] for part in parts])
     mean = partial(jnp.average, axis=0, weights=weights)
     return jax.tree.map(lambda *leaves: mean(jnp.stack(leaves)), *parts)
-
-
-def _batch_losses(
-    trained: PyTree,
-    fixed: PyTree,
-    head: Head,
-    batch: Batch,
-    key: Key[Array, ""],
-    *,
-    model: DSpark,
-    settings: Training,
-) -> Losses:
-    """The losses of sequences [B, T]; anchors are drawn with the key."""
-    params = {**cast_products(trained, settings.compute_dtype), **fixed}
-    tokens_BT, mask_BT, taps_BTMD, hidden_BTD, normalizer_BT = batch
-    rows, length = tokens_BT.shape
-    uniform = jax.random.uniform(key, (rows, length - 1))
-    anchors_BA, keep_BA = sample_anchors(mask_BT, uniform, settings.num_anchors)
-    blocks = make_blocks(
-        tokens_BT,
-        mask_BT,
-        anchors_BA,
-        keep_BA,
-        block_size=model.config.block_size,
-        mask_token_id=model.config.mask_token_id,
-    )
-    out = model.forward(
-        params,
-        taps_BTMD.astype(jnp.float32),
-        blocks.tokens_BAG,
-        blocks.previous_BAG,
-        anchors_BA,
-    )
-    draft_ids = params.get("draft_ids")
-    states = jnp.arange(rows)[:, None, None], blocks.states_BAG
-    if blocks.states_BAG.size < tokens_BT.size:
-        probs_BAGV = target_probs(hidden_BTD[states], head, normalizer_BT[states], draft_ids)
-    else:  # many blocks share a state
-        probs_BAGV = target_probs(hidden_BTD, head, normalizer_BT, draft_ids)[states]
-    return dspark_losses(out, blocks, probs_BAGV, settings.losses, draft_ids)
-
-
-def cast_products(params: PyTree, dtype: str) -> PyTree:
-    """With the matrices that activations are multiplied by in that dtype.
-
-    Tables whose rows are looked up keep theirs: their gradients are sums over tokens.
-    """
-
-    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
-        table = any(getattr(key, "key", None) == "w1" for key in path)
-        return leaf if leaf.ndim != 2 or table else leaf.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def _train_step(
     state: TrainState,
     fixed: PyTree,
-    head: Head,
     batch: Batch,
     *,
-    model: DSpark,
+    objective: Objective,
     settings: Training,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Losses]:
     """One optimiser step; the batch is run in `accumulation` parts of equal weight."""
     key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
+    progress = state.step / settings.steps
 
     def part_loss(trained: PyTree, part: Batch, key: Array) -> tuple[Array, Losses]:
-        losses = _batch_losses(trained, fixed, head, part, key, model=model, settings=settings)
-        return losses.total, losses
+        losses = objective.losses(trained, fixed, part, key, progress)
+        return losses["total"], losses
 
     parts = settings.accumulation
     keys = jax.random.split(key, parts)
@@ -395,11 +411,10 @@ def _train_step(
 class _Log:
     """A line of JSON for each entry, and TensorBoard's events where it is installed."""
 
-    def __init__(self, directory: Path, settings: Training, seconds: float):
-        """`seconds` were trained before."""
+    def __init__(self, directory: Path, anchors: int, tokens: int, seconds: float):
+        """Of steps with so many anchors and tokens, at most; `seconds` were trained before."""
         self._file = open(directory / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._anchors = settings.batch_size * settings.num_anchors  # at most, of a step
-        self._tokens = settings.batch_size * settings.max_len
+        self._anchors, self._tokens = anchors, tokens
         self._start = time.monotonic() - seconds
         self._last: tuple[int, float] | None = None  # step and time of the last training entry
         self._writer = None
@@ -447,37 +462,25 @@ class _Log:
             self._writer.close()
 
 
-@contextlib.contextmanager
-def _checkpoints(directory: Path) -> Iterator[ocp.CheckpointManager]:
-    """Keeps the last checkpoint and the best."""
-    policy = preservation_policy
-    keep = policy.AnyPreservationPolicy(
-        [
-            policy.LatestN(1),
-            policy.BestN(get_metric_fn=lambda metrics: metrics[_METRIC], reverse=False, n=1),
-        ]
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=keep,
-        best_fn=lambda metrics: metrics[_METRIC],
-        enable_async_checkpointing=False,
-    )
-    with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=options) as manager:
-        yield manager
-
-
 def _check_data(data: TrainingData, settings: Training) -> None:
     if settings.held_out >= len(data):
         raise ValueError(
             f"{len(data)} sequences with {settings.held_out} held out leave none to train on: "
             f"give more of them, or hold out fewer"
         )
-    trained = data.texts[: -settings.held_out]
-    masks = (text.loss_mask_T[: settings.max_len] for text in trained)
-    if not any(np.any(mask[:-1] & mask[1:]) for mask in masks):
+
+    def teach(texts: Sequence[Any]) -> bool:
+        masks = (text.loss_mask_T[: settings.max_len] for text in texts)
+        return any(np.any(mask[:-1] & mask[1:]) for mask in masks)
+
+    if not teach(data.texts[: -settings.held_out]):
         raise ValueError(
             "no sequence has two tokens in a row to learn: answers are missing, or lie past max_len"
+        )
+    if not teach(data.texts[-settings.held_out :]):
+        raise ValueError(
+            f"none of the {settings.held_out} sequences held out has two tokens in a row to learn, "
+            f"so nothing can be measured on them: hold out more"
         )
 
 
@@ -488,4 +491,4 @@ def _pad_rows(batch: Any, rows: int) -> Any:
 
 
 def _plain_losses(losses: Losses) -> dict[str, Any]:
-    return {name: np.asarray(value).tolist() for name, value in losses._asdict().items()}
+    return {name: np.asarray(value).tolist() for name, value in losses.items()}

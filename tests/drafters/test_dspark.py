@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.decoding.accept import accept_rejection
 from specjax.decoding.loop import decode, init_decode_state
-from specjax.decoding.sampling import draft_distribution, draft_probs, process_logits
+from specjax.decoding.sampling import draft_distribution
 from specjax.decoding.schedule import ThresholdPolicy
 from specjax.decoding.types import DecodeConfig, DraftDist, SamplingParams
 from specjax.drafters import Drafter, DSpark, DSparkConfig, NoDrafter, init_dspark
 from specjax.drafters.dspark_init import restrict, unused_token
+from tests.drafters.enumerated import check_enumerated_round, repeat_rows
 from tests.drafters.golden import CLOSE, KINDS, golden_drafter, golden_target, recorded
 from tests.reference import softmax
 from tests.toys import call, jitted_step, new_tokens, sampling_state, texts, tiny_target
@@ -56,10 +56,6 @@ def forward(drafter, features_BTMD, tokens_BAG, previous_BAG, anchors_BA):
 
 def sigmoid(logits):
     return 1 / (1 + np.exp(-logits))
-
-
-def repeat_rows(tree, rows):
-    return jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf), rows, axis=0), tree)
 
 
 # --- The training pass -------------------------------------------------------------------
@@ -355,54 +351,11 @@ def test_draft_is_drawn_from_q(restriction):
 
 @pytest.mark.parametrize("restriction", SOME_SLOW)
 def test_enumerated_round_has_the_targets_distribution(restriction):
-    """All pairs of drafts that q allows, and all outcomes of their acceptance."""
-    rows, prompt, anchor = 4096, [3, 14, 15, 9], 26
+    prompt, anchor = [3, 14, 15, 9], 26
     target, drafter = golden_target(), golden_drafter("dspark_vanilla", **RESTRICTED[restriction])
-    params = SamplingParams(temperature_B=1.5, top_k_B=5)
     out = target.forward([prompt], taps=drafter.model.taps)
     state = observe(drafter, drafter.model.init_state(1, 16), out.taps, 0, len(prompt))
-    many, _ = propose(
-        drafter, repeat_rows(state, rows), np.full(rows, anchor), np.full(rows, len(prompt) + 1),
-        sampling_state(params, rows, 97), jax.random.split(jax.random.key(0), (rows, 2)),
-    )  # fmt: skip
-    pairs, index = np.unique(many.tokens_BG, axis=0, return_index=True)
-    proposal = jax.tree.map(lambda leaf: leaf[index], many)
-    q = np.asarray(jax.jit(draft_probs)(proposal.dist, proposal.tokens_BG), np.float64)
-    assert np.isclose(np.prod(q, axis=1).sum(), 1, atol=1e-6)  # every pair has been met
-
-    drafted = [[*prompt, anchor, *pair] for pair in pairs.tolist()]
-    logits = jax.jit(process_logits)(
-        np.asarray(target.forward(drafted).logits)[:, -3:], params.rows(len(pairs), 97)
-    )
-    accept = functools.partial(jax.jit(accept_rejection), logits, proposal, np.full(len(pairs), 2))
-
-    def chance_and_next(k):
-        """How likely draft k is kept, those before it being kept; what follows if it is not."""
-        low, high = np.zeros(len(pairs), np.float32), np.ones(len(pairs), np.float32)
-        for _ in range(26):
-            uniform = np.zeros((len(pairs), 2), np.float32)
-            uniform[:, k] = (low + high) / 2
-            kept = np.asarray(accept(uniform)[0]) > k
-            low, high = np.where(kept, uniform[:, k], low), np.where(kept, high, uniform[:, k])
-        uniform[:, k] = 1.0 - 2**-24
-        return low, softmax(np.asarray(accept(uniform)[1]))
-
-    p = softmax(np.asarray(logits))
-    for k, groups in enumerate([[np.arange(len(pairs))], by_value(pairs[:, 0])]):
-        chance, after = chance_and_next(k)
-        for group in groups:
-            if k and p[group[0], 0, pairs[group[0], 0]] == 0:
-                continue  # its first draft is never kept
-            law = np.zeros(97)
-            for row in group:
-                weight = q[row, 0] * q[row, 1] if k == 0 else q[row, 1]
-                law += weight * (1 - chance[row]) * after[row] * (chance[row] < 1 - 1e-6)
-                law[pairs[row, k]] += weight * chance[row]
-            np.testing.assert_allclose(law, p[group[0], k], atol=1e-6)
-
-
-def by_value(values):
-    return [np.flatnonzero(values == value) for value in np.unique(values)]
+    check_enumerated_round(target, drafter, state, prompt, anchor)
 
 
 def test_candidates_that_are_all_forbidden_still_have_a_distribution():

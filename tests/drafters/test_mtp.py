@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.api import default_draft_len
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.step import speculate_step
 from specjax.decoding.types import DecodeConfig, SamplingParams
-from specjax.drafters import NoDrafter
+from specjax.drafters import Drafter, NoDrafter
 from specjax.drafters.mtp import MTP
 from specjax.drafters.mtp_init import init_mtp
-from tests.toys import sampling_state, tiny_target
+from tests.drafters.enumerated import check_enumerated_round
+from tests.toys import call, sampling_state, tiny_target
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 jitted_step = jax.jit(speculate_step, static_argnames=("target", "drafter", "config"))
@@ -132,7 +134,7 @@ def test_training_pass_equals_a_slow_one(options):
     ("options", "draft_len"),
     [
         pytest.param(
-            options, count, marks=[pytest.mark.slow] * (options is OPTIONS[2] or count < 5)
+            options, count, marks=[pytest.mark.slow] * (options is not OPTIONS[0] or count < 5)
         )
         for options, count in itertools.product(OPTIONS, (1, 2, 5))
     ],
@@ -210,6 +212,18 @@ def test_output_is_the_targets_own(acceptance, temperature, draft_len):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_enumerated_round_has_the_targets_distribution(depth):
+    target, model, params = make(depth)
+    prompt, anchor = [3, 14, 15, 9], 26
+    out = target.forward([prompt])
+    state = call(
+        model, "observe", params, model.init_state(1, 16), np.array([prompt]), None, out.hidden,
+        np.array([0]), np.array([len(prompt)]),
+    )  # fmt: skip
+    check_enumerated_round(target, Drafter(model, params, "mtp"), state, prompt, anchor)
+
+
 def test_a_trimmed_vocabulary_drafts_its_tokens_alone():
     target = tiny_target()
     ids = [3, 5, 8, 13, 21, 34, 55]
@@ -222,6 +236,12 @@ def test_a_trimmed_vocabulary_drafts_its_tokens_alone():
         params, state, jnp.array([4]), jnp.array([6]), sampling, keys
     )
     assert set(np.asarray(proposal.tokens_BG).ravel().tolist()) <= set(ids)
+
+
+@pytest.mark.parametrize(("depth", "draft_len"), [(1, 3), (5, 5)])
+def test_drafts_that_are_made_unless_others_are_asked_for(depth, draft_len):
+    _, model, params = make(depth)
+    assert default_draft_len(Drafter(model, params, "mtp")) == draft_len
 
 
 @pytest.mark.parametrize(

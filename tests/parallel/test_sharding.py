@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from specjax.checkpoints import load_drafter
 from specjax.decoding.loop import decode, init_decode_state
 from specjax.decoding.types import DecodeConfig, SamplingParams
-from specjax.drafters import Drafter, NoDrafter, init_dspark
+from specjax.drafters import Drafter, NoDrafter, init_dspark, init_mtp
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
 from specjax.parallel.sharding import (
@@ -51,12 +51,14 @@ def make_drafter(target, name):
     if name == "dspark":
         options = {"num_layers": 1, "mask_token_id": 63, "draft_vocab": range(0, 64, 2)}
         return Drafter(*init_dspark(target, jax.random.key(2), **options), name)
+    if name == "mtp":
+        return Drafter(*init_mtp(target, jax.random.key(2), depth=2), name)
     return load_drafter(name, target)
 
 
 def start(target, drafter_name, mesh=None):
     drafter = make_drafter(target, drafter_name)
-    if mesh is not None and drafter_name == "dspark":
+    if mesh is not None and drafter_name in ("dspark", "mtp"):
         params = shard_params(drafter.params, drafter.model, mesh)
         drafter = dataclasses.replace(drafter, params=params)
     config = DecodeConfig(0, acceptance="coupled") if drafter_name is None else CONFIG
@@ -116,6 +118,8 @@ def assert_halved(array, axis):
         (MESHES[0], "early_exit:1"),
         (MESHES[1], "prompt_lookup"),
         (MESHES[1], "dspark"),
+        pytest.param(MESHES[0], "mtp", marks=pytest.mark.slow),
+        pytest.param(MESHES[1], "mtp", marks=pytest.mark.slow),
         pytest.param(MESHES[0], "dspark", marks=pytest.mark.slow),
         pytest.param(MESHES[0], "prompt_lookup", marks=pytest.mark.slow),
         pytest.param(MESHES[1], "early_exit:1", marks=pytest.mark.slow),
@@ -127,14 +131,17 @@ def test_tokens_equal_those_of_one_device(target, expected, sizes, drafter):
     by_steps = decode_by_steps(*decoding.arguments, **decoding.static)
     state = decode(*decoding.arguments, **decoding.static)
 
-    assert new_tokens(state) == expected[drafter]
-    assert new_tokens(by_steps) == expected[drafter]
+    # Coupled acceptance: all drafters give the same.
+    tokens = expected.get(drafter, expected["dspark"])
+    assert new_tokens(state) == tokens
+    assert new_tokens(by_steps) == tokens
     for final in (state, by_steps):
         assert_placed(jax.tree.leaves(final), state_shardings(final, mesh))
         cache_axis = 0 if sizes["data"] == 2 else 1
         assert_halved(final.cache[0].k_BKSH, cache_axis)
         if drafter != "prompt_lookup":
-            cache = final.drafter_state if drafter == "dspark" else final.drafter_state.cache
+            caches = {"dspark": lambda state: state, "mtp": lambda state: state.caches}
+            cache = caches.get(drafter, lambda state: state.cache)(final.drafter_state)
             assert_halved(cache[0].v_BKSH, cache_axis)
 
 

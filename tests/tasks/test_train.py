@@ -21,7 +21,7 @@ CACHE = {
 }  # fmt: skip
 TRAIN = {
     "drafter.draft_vocab": 64, "drafter.candidates": 16, "training.held_out": 3,
-    "training.steps": 4, "training.num_anchors": 8, "eval_every": 2, "save_every": 2,
+    "training.steps": 4, "num_anchors": 8, "eval_every": 2, "save_every": 2,
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_cache_then_train_then_decode(target, get_config, tmp_path, capsys, monk
     config = get_config("train", cache=str(tmp_path / "data/cache"), **TRAIN)
     train.run(config, tmp_path / "run")
     printed = capsys.readouterr().out
-    assert "Held out: accepted length" in printed
+    assert "steps: accepted length" in printed
     report = json.loads((tmp_path / "run/report.json").read_text())
     assert len(report["held_out"]["acceptance_G"]) == 7
     drafter = specjax.load_drafter(str(tmp_path / "run/drafter"), target)
@@ -69,6 +69,12 @@ def test_cache_then_train_then_decode(target, get_config, tmp_path, capsys, monk
     assert result.tokens == specjax.generate(target, None, ["ab"], max_new_tokens=12).tokens
     train.run(config, tmp_path / "run")  # finished: nothing is left to do, and it says the same
     assert json.loads((tmp_path / "run/report.json").read_text()) == report
+    # MTP modules from the same cache, which has no output of the last layer.
+    mtp = {**TRAIN, "cache": str(tmp_path / "data/cache"), "algorithm": "mtp"}
+    train.run(get_config("train", **mtp), tmp_path / "mtp")
+    assert specjax.load_drafter(str(tmp_path / "mtp/drafter"), target).model.config.depth == 1
+    with pytest.raises(ValueError, match="which hidden_norm='pre' needs"):
+        train.run(get_config("train", **mtp, **{"mtp.hidden_norm": "pre"}), tmp_path / "pre")
 
 
 @pytest.fixture

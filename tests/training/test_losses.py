@@ -238,3 +238,14 @@ def test_confidence_loss_needs_a_confidence_head():
     )  # fmt: skip
     with pytest.raises(ValueError, match="has no confidence head"):
         jax.jit(dspark_losses, static_argnums=3)(out, blocks, logits, LossWeights())
+
+
+def test_layers_scalars_do_not_decay():
+    """No gradient flows through them: they are buffers."""
+    params = {"layer": {"scalar": jnp.ones(1), "weight": jnp.ones((2, 2))}}
+    optimizer = adamw(warmup_cosine(0.1, 4, 0.0), weight_decay=0.5)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    np.testing.assert_array_equal(updates["layer"]["scalar"], 0)
+    assert np.all(np.asarray(updates["layer"]["weight"]) < 0)

@@ -12,7 +12,7 @@ from specjax.training.anchors import make_blocks, sample_anchors
 from specjax.training.losses import LossWeights, dspark_losses
 from tests.toys import tiny_target
 
-PROMPT, NEW, STEPS = [5, 6, 7], 60, 300
+PROMPT, NEW, STEPS = [5, 6, 7], 60, 400
 
 
 @pytest.mark.parametrize("head", [pytest.param("vanilla", marks=pytest.mark.slow), "rnn"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.training.mtp_losses import MTPLossWeights, mtp_losses
+from specjax.training.mtp_losses import MTPLossWeights, mtp_losses, next_token_loss
 
 B, T, V, DEPTH = 2, 9, 11, 2
 
@@ -14,18 +14,17 @@ def batch(rng):
     return {
         "logits": tuple(rng.normal(size=(B, T, V)).astype(np.float32) for _ in range(DEPTH)),
         "probs": jax.nn.softmax(rng.normal(size=(B, T, V)).astype(np.float32)),
-        "main": rng.uniform(size=(B, T)).astype(np.float32),
         "tokens": rng.integers(V, size=(B, T)).astype(np.int32),
         "mask": rng.uniform(size=(B, T)) < 0.8,
         "segments": np.array([[1] * 5 + [2] * 4, [1] * 6 + [0] * 3], np.int32),
     }
 
 
-def losses(parts, weights=None, draft_ids=None):
-    return jax.jit(lambda parts: mtp_losses(
-        parts["logits"], parts["probs"], parts["main"], parts["tokens"], parts["mask"],
-        parts["segments"], weights or MTPLossWeights(), draft_ids,
-    ))(parts)  # fmt: skip
+def losses(parts, weights=None, draft_ids=None, progress=0.0):
+    return jax.jit(lambda parts, progress: mtp_losses(
+        parts["logits"], parts["probs"], parts["tokens"], parts["mask"], parts["segments"],
+        weights or MTPLossWeights(), progress, draft_ids,
+    ))(parts, np.float32(progress))  # fmt: skip
 
 
 @pytest.mark.parametrize("ids", [None, [0, 2, 3, 7, 9]])
@@ -34,12 +33,12 @@ def test_losses_equal_a_loop(rng, ids):
     if ids is not None:
         parts["logits"] = tuple(x[..., ids] for x in parts["logits"])
         parts["probs"] = parts["probs"][..., np.array(ids)]
-    weights = MTPLossWeights(0.5, 0.3, 0.6, 0.25)
+    weights = MTPLossWeights(0.3, depth_decay=0.6, distillation=0.25)
     got = losses(parts, weights, None if ids is None else jnp.array(ids))
     known = list(range(V)) if ids is None else ids
     sums = np.zeros((3, DEPTH))
     counts = np.zeros((3, DEPTH))
-    main, lengths = [], []
+    lengths = []
     for b in range(B):
         for i in range(T - 1):
 
@@ -48,8 +47,6 @@ def test_losses_equal_a_loop(rng, ids):
                 inside = j < T and parts["segments"][b, j] == parts["segments"][b, i] > 0
                 return bool(inside and parts["mask"][b, j])
 
-            if counted(1):
-                main.append(parts["main"][b, i])
             length, reached = 1.0, counted(1)
             for k in range(1, DEPTH + 1):
                 reached = reached and counted(k + 1)
@@ -78,11 +75,10 @@ def test_losses_equal_a_loop(rng, ids):
     np.testing.assert_allclose(got.cross_entropy_K, means[0], **close)
     np.testing.assert_allclose(got.distillation_K, means[1], **close)
     np.testing.assert_allclose(got.acceptance_K, means[2], **close)
-    np.testing.assert_allclose(got.main, np.mean(main), **close)
     np.testing.assert_allclose(got.expected_length, np.mean(lengths), **close)
-    assert got.weight == len(main)
+    assert got.weight == len(lengths)
     mixed = 0.75 * means[0] + 0.25 * means[1]
-    expected = 0.5 * np.mean(main) + 0.3 * (mixed[0] + 0.6 * mixed[1]) / 1.6
+    expected = 0.3 * (mixed[0] + 0.6 * mixed[1]) / 1.6
     np.testing.assert_allclose(got.total, expected, **close)
 
 
@@ -99,9 +95,35 @@ def test_another_document_of_the_row_changes_nothing(rng):
         np.testing.assert_array_equal(left, right)
 
 
+def test_the_targets_own_loss_equals_a_loop(rng):
+    parts = batch(rng)
+    logits = parts["logits"][0]
+    mean, count, normalizers = jax.jit(next_token_loss)(
+        logits, parts["tokens"], parts["mask"], parts["segments"]
+    )
+    np.testing.assert_allclose(normalizers, np.log(np.exp(logits).sum(axis=-1)), rtol=1e-5)
+    losses = []
+    for b in range(B):
+        for i in range(T - 1):
+            same = parts["segments"][b, i] == parts["segments"][b, i + 1] > 0
+            if same and parts["mask"][b, i + 1]:
+                probs = np.asarray(jax.nn.softmax(logits[b, i]))
+                losses.append(-np.log(probs[parts["tokens"][b, i + 1]]))
+    assert count == len(losses)
+    np.testing.assert_allclose(mean, np.mean(losses), rtol=1e-5)
+
+
+def test_the_modules_count_less_late_in_a_run(rng):
+    parts, weights = batch(rng), MTPLossWeights(0.3, modules_late=0.1, late=0.6)
+    early, late = (losses(parts, weights, progress=progress).total for progress in (0.59, 0.6))
+    np.testing.assert_allclose(early, 3 * late, rtol=1e-5)
+    same = [losses(parts, progress=progress).total for progress in (0.0, 1.0)]
+    assert same[0] == same[1]
+
+
 def test_no_gradient_flows_into_the_targets_distribution(rng):
     parts = batch(rng)
-    weights = MTPLossWeights(0.0, 1.0, distillation=0.5)
+    weights = MTPLossWeights(1.0, distillation=0.5)
 
     def total(probs):
         return losses({**parts, "probs": probs}, weights).total
@@ -111,7 +133,7 @@ def test_no_gradient_flows_into_the_targets_distribution(rng):
 
 @pytest.mark.parametrize(
     "options",
-    [{"main": -1.0}, {"distillation": 1.5}, {"main": 0.0, "modules": 0.0}, {"modules": np.inf}],
+    [{"modules": -1.0}, {"distillation": 1.5}, {"late": 2.0}, {"modules_late": np.inf}],
 )
 def test_wrong_weights_are_refused(options):
     with pytest.raises(ValueError, match="must be"):

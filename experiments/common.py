@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import shlex
 import sys
 import time
@@ -47,6 +48,21 @@ def _output_path(text: str) -> Path:
 def provenance() -> dict[str, Any]:
     """The command and the environment of a result."""
     return {"command": shlex.join(sys.argv), "environment": environment()}
+
+
+def read_log(workdir: Path) -> list[dict[str, Any]]:
+    """The entries that the task "train" logged."""
+    lines = (workdir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def held_out_entries(workdir: Path) -> list[dict[str, Any]]:
+    """Its evaluations on held-out sequences, one a step.
+
+    A run that was stopped and went on from a checkpoint logs some steps twice.
+    """
+    by_step = {entry["step"]: entry for entry in read_log(workdir) if entry["set"] == "held_out"}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def save_figure(path: Path, size: tuple[float, float], draw: Callable[[Any], object]) -> None:

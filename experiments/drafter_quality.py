@@ -14,7 +14,6 @@ beside it, with the learning curves of `--logs NAME=WORKDIR` of the task "train"
 
 import argparse
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from common import (
     Timed,
     acceptances_of,
     argument_parser,
+    held_out_entries,
     observes_of,
     passes_of,
     proposals_of,
@@ -305,10 +305,7 @@ def read_learning_curve(workdir: Path) -> dict[str, list[float] | None]:
     """
     path = workdir / "log.jsonl"
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        # A run that was stopped and went on from a checkpoint logs some steps twice.
-        by_step = {line["step"]: line for line in lines if line["set"] == "held_out"}
-        entries = [by_step[step] for step in sorted(by_step)]
+        entries = held_out_entries(workdir)
         curve = {
             "step": [entry["step"] for entry in entries],
             "seconds": [entry.get("seconds") for entry in entries],

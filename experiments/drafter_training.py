@@ -11,7 +11,6 @@ writes JSON and a PNG beside it.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import tempfile
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from common import argument_parser, provenance, save_figure
+from common import argument_parser, provenance, read_log, save_figure
 
 import specjax
 from specjax.checkpoints.dtype import resolve_dtype
@@ -145,7 +144,7 @@ def train(
     every = max(steps // 5, 1)
     with tempfile.TemporaryDirectory() as folder:
         trainer.run(Path(folder), eval_every=every, save_every=steps + 1, log_every=10)
-        log = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+        log = read_log(Path(folder))
     seconds = statistics.median(
         [1 / entry["steps_per_second"] for entry in log if "steps_per_second" in entry] or [0.0]
     )

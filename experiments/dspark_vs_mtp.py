@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from common import argument_parser, provenance, save_figure
+from common import argument_parser, provenance, read_log, save_figure
 from drafter_quality import Contender, draw, load_contender, measure, read_learning_curve, tables
 from mtp_from_scratch import held_out_prompts, train
 
@@ -127,8 +127,8 @@ def affordable_steps(name: str, arguments: argparse.Namespace, overrides: dict[s
         probe = arguments.workdir / "probe" / name
         rare = {"eval_every": 10**6, "save_every": 10**6, "training.steps": PROBE}
         train(CONFIG, probe, overrides | rare)
-        lines = [json.loads(line) for line in (probe / "log.jsonl").read_text().splitlines()]
-        rates = [line["steps_per_second"] for line in lines if "steps_per_second" in line]
+        log = read_log(probe)
+        rates = [entry["steps_per_second"] for entry in log if "steps_per_second" in entry]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"steps": int(60 * arguments.minutes * statistics.median(rates))})
     return json.loads(path.read_text())["steps"]

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import argument_parser, provenance, save_figure
+from common import argument_parser, held_out_entries, provenance, save_figure
 from drafter_quality import Contender, compare_all
 from ml_collections import ConfigDict
 
@@ -136,9 +136,7 @@ def held_out_prompts(workdir: Path, count: int) -> list[list[int]]:
 
 def learning_curve(workdir: Path) -> dict[str, list[Any]]:
     """Steps, seconds and losses of the evaluations that the task "train" logged."""
-    lines = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
-    by_step = {line["step"]: line for line in lines if line["set"] == "held_out"}
-    entries = [by_step[step] for step in sorted(by_step)]
+    entries = held_out_entries(workdir)
     names = ("step", "seconds", "main", "acceptance_K")
     return {name: [entry.get(name) for entry in entries] for name in names}
 

@@ -5,6 +5,7 @@ The flags of pytest itself (warnings are errors, shapes are checked) are in pypr
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -40,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # A bound also makes JAX lock the files, so that several runs may share them.
     jax.config.update("jax_compilation_cache_max_size", 2**30)
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """For training: optax mixes floats with its integer step."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture

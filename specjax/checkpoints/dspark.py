@@ -23,7 +23,6 @@ from specjax.checkpoints.files import (
     OWN_MTP,
     check_target,
     drafter_kind,
-    drafters_own,
     read_config,
     read_drafter,
     save_drafter,
@@ -34,7 +33,7 @@ from specjax.checkpoints.files import (
 from specjax.checkpoints.huggingface import open_weights
 from specjax.checkpoints.raw_config import lost, raw_config
 from specjax.decoding.types import PyTree
-from specjax.drafters.borrowed import attach_target
+from specjax.drafters.borrowed import attach_target, drafters_own
 from specjax.drafters.dspark import DSpark, DSparkConfig
 from specjax.drafters.dspark_init import check_fits, expand, restrict
 from specjax.models.config import TransformerConfig

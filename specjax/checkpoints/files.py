@@ -18,7 +18,7 @@ from specjax.checkpoints.checkpoint import StoredTensor, read_params
 from specjax.checkpoints.errors import CheckpointError, name_some
 from specjax.checkpoints.huggingface import read_json
 from specjax.decoding.types import PyTree
-from specjax.drafters.borrowed import TARGETS_OWN, check_targets_own
+from specjax.drafters.borrowed import check_targets_own, drafters_own
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.mtp import MTP
 from specjax.models.target import Target
@@ -162,11 +162,6 @@ def stored_tensors(params: PyTree, names: Mapping[str, str], dtype: str) -> dict
 def same_shapes(params: PyTree, shapes: PyTree) -> bool:
     """Whether parameters have the structure and the shapes of a model's."""
     return jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
-
-
-def drafters_own(params: PyTree) -> PyTree:
-    """The parameters, or their shapes, that are not the target's."""
-    return {name: part for name, part in params.items() if name not in TARGETS_OWN}
 
 
 def save_drafter(

@@ -31,7 +31,6 @@ from specjax.checkpoints.files import (
     OWN_MTP,
     check_target,
     drafter_kind,
-    drafters_own,
     read_config,
     read_drafter,
     save_drafter,
@@ -39,7 +38,7 @@ from specjax.checkpoints.files import (
 )
 from specjax.checkpoints.huggingface import language_model, open_weights
 from specjax.decoding.types import PyTree
-from specjax.drafters.borrowed import attach_target, check_draft_vocab
+from specjax.drafters.borrowed import attach_target, check_draft_vocab, drafters_own
 from specjax.drafters.mtp import MTP, MTPConfig
 from specjax.files import changes
 from specjax.models.config import TransformerConfig

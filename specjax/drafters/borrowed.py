@@ -14,6 +14,11 @@ from specjax.models.transformer import Head, TransformerTarget
 TARGETS_OWN = ("embed", "lm_head")
 
 
+def drafters_own(params: PyTree) -> PyTree:
+    """The parameters, or their shapes, that are not the target's."""
+    return {name: part for name, part in params.items() if name not in TARGETS_OWN}
+
+
 def split_params(params: PyTree) -> tuple[PyTree, PyTree]:
     """The drafter's parameters that are trained, and those that stay as they are.
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from specjax.decoding.types import PyTree
 from specjax.drafters.borrowed import (
-    TARGETS_OWN,
     attach_target,
     check_draft_vocab,
     check_targets_own,
+    drafters_own,
     language_model_head,
 )
 from specjax.drafters.dspark import DSpark, DSparkConfig
@@ -81,8 +81,7 @@ def init_dspark(
 
     @jax.jit
     def make(key: jax.Array) -> PyTree:
-        params = nn.unbox(drafter.init_params(key))
-        return {name: part for name, part in params.items() if name not in TARGETS_OWN}
+        return drafters_own(nn.unbox(drafter.init_params(key)))
 
     weights = target.dtype if dtype is None else dtype
     if weights not in ("float32", "bfloat16"):

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from specjax.decoding.types import PyTree
-from specjax.drafters.borrowed import TARGETS_OWN, attach_target, check_draft_vocab
+from specjax.drafters.borrowed import attach_target, check_draft_vocab, drafters_own
 from specjax.drafters.mtp import MTP, MTPConfig
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
@@ -62,7 +62,7 @@ def init_mtp(
     @jax.jit
     def make(key: jax.Array) -> PyTree:
         params = nn.unbox(drafter.init_params(key))
-        own = {name: part for name, part in params.items() if name not in TARGETS_OWN}
+        own = drafters_own(params)
         return jax.tree.map(lambda leaf: leaf.astype(weights) if leaf.ndim == 2 else leaf, own)
 
     params = make(key)

@@ -29,8 +29,8 @@ from specjax.data.corpus import (
 from specjax.data.target_cache import TargetCache, TokenSequence
 from specjax.decoding.types import PyTree
 from specjax.drafters.borrowed import (
-    TARGETS_OWN,
     attach_target,
+    drafters_own,
     language_model_head,
     split_params,
 )
@@ -90,7 +90,6 @@ def make_plan(config: ConfigDict, workdir: Path) -> Plan:
     check_place(workdir / "drafter", replace=True)
     if config.train_target:
         check_place(workdir / "target", replace=True, kind="target")
-    if config.train_target:
         return _joint(config, workdir)
     if config.algorithm == "none" or config.target == _NEW:
         raise ValueError(
@@ -171,8 +170,7 @@ def _joint(config: ConfigDict, workdir: Path) -> Plan:
 
 def _origin(config: ConfigDict, params: PyTree) -> dict[str, Any]:
     """What tells the drafter that a run goes on from, for the run's identity."""
-    own = {name: part for name, part in params.items() if name not in TARGETS_OWN}
-    return {"start": fingerprint(own)} if config.start else {}
+    return {"start": fingerprint(drafters_own(params))} if config.start else {}
 
 
 def _save_drafter(

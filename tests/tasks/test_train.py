@@ -25,10 +25,7 @@ TRAIN = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes floats with its integer step
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.fixture

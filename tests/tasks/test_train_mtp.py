@@ -31,10 +31,7 @@ LOAD = specjax.load_target
 SMALL = {"training.steps": 4, "training.held_out": 2, "eval_every": 2, "save_every": 2}
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes floats with its integer step
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.fixture

@@ -21,10 +21,7 @@ from tests.toys import tiny_target
 LENGTH = 16
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes floats with its integer step
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @functools.cache

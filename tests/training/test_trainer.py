@@ -29,12 +29,6 @@ SETTINGS = Training(
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.fixture
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes floats with its integer step
-        yield
-
-
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()

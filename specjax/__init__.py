@@ -1,8 +1,8 @@
 """Lossless speculative decoding for JAX."""
 
 from specjax.api import GenerationResult, TokenLogProbs, generate, stream_text
-from specjax.checkpoints.drafters import load_drafter
-from specjax.checkpoints.targets import load_target
+from specjax.checkpoints.drafters import load_drafter, save_drafter
+from specjax.checkpoints.targets import load_target, save_target
 from specjax.decoding.loop import decode, init_decode_state, stream
 from specjax.decoding.sampling import draw_draft
 from specjax.decoding.step import speculate_step
@@ -44,6 +44,8 @@ __all__ = [
     "init_decode_state",
     "load_drafter",
     "load_target",
+    "save_drafter",
+    "save_target",
     "speculate_step",
     "stream",
     "stream_text",

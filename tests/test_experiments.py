@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import specjax
-from specjax.checkpoints.dspark import save_dspark
+from specjax.checkpoints import save_drafter
 from specjax.drafters import init_dspark
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_drafter_quality(tmp_path, smollm2_gguf):
     target = specjax.load_target("smollm2-135m", dtype="bfloat16")
     options = {"num_layers": 1, "taps": (1,), "draft_vocab": range(64)}
     drafter = init_dspark(target, jax.random.key(0), **options, markov_rank=4, candidates=8)
-    save_dspark(tmp_path / "drafter", *drafter, target)
+    save_drafter(tmp_path / "drafter", *drafter, target)
     lines = [
         {"step": step, "set": "held_out", "expected_length": length, "acceptance_G": [length - 1]}
         for step, length in ((10, 1.5), (20, 1.4), (10, 1.2))  # went on from a checkpoint

@@ -1,18 +1,26 @@
-"""`load_drafter`: a drafter by name, by directory, or another target."""
+"""`load_drafter`: a drafter by name, by directory, or another target; and `save_drafter`."""
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.dspark import open_dspark
+from specjax.checkpoints.dspark import dspark_record, open_dspark
 from specjax.checkpoints.errors import CheckpointError
-from specjax.checkpoints.files import OWN_MTP, drafter_kind, read_config
+from specjax.checkpoints.files import (
+    OWN_MTP,
+    drafter_kind,
+    read_config,
+    same_shapes,
+    stored_tensors,
+    write_checkpoint,
+)
 from specjax.checkpoints.huggingface import language_config
-from specjax.checkpoints.mtp import open_mtp, open_mtp_layers, trim_mtp
+from specjax.checkpoints.mtp import mtp_record, open_mtp, open_mtp_layers, trim_mtp
 from specjax.checkpoints.targets import HUB_ID, download
-from specjax.decoding.types import PyTree
+from specjax.decoding.types import DrafterModel, PyTree
 from specjax.drafters import Composed, Drafter, PromptLookup, draft_model, early_exit
+from specjax.drafters.borrowed import attach_target, check_targets_own, drafters_own
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.dspark_init import restrict
 from specjax.drafters.mtp import MTP
@@ -85,6 +93,44 @@ def load_drafter(
             f"have draft_vocab alone)"
         )
     return Drafter(*restrict(drafter.model, drafter.params, draft_vocab, candidates), drafter.name)
+
+
+def save_drafter(
+    directory: str | os.PathLike[str],
+    model: DrafterModel,
+    params: PyTree,
+    target: Target,
+    *,
+    dtype: str = "bfloat16",
+    replace: bool = False,
+) -> None:
+    """Writes a DSpark drafter or MTP modules in specjax's own format, all of it or nothing.
+
+    Args:
+      directory: of the checkpoint.
+      model: the drafter.
+      params: its parameters; those that are the target's are left out, and may be missing.
+      target: of the drafter.
+      dtype: of the matrices in the file; vectors stay in float32.
+      replace: a drafter that is there already makes place.
+
+    Raises:
+      ValueError: the directory exists, and is not to be replaced; options that the format
+        does not have; a drafter that does not fit the target; values that are not finite; or
+        the embedding or the head is not the target's, which the checkpoint would not hold.
+    """
+    if isinstance(model, MTP):
+        raw, names = mtp_record(model, target)
+    elif isinstance(model, DSpark):
+        raw, names = dspark_record(model, target)
+    else:
+        raise ValueError(f"DSpark drafters and MTP modules can be saved, got {model!r}")
+    params = {**attach_target(params, target), **params}
+    if not same_shapes(params, model.param_shapes()):
+        raise ValueError("the parameters are not those of the drafter's configuration")
+    check_targets_own(params, target)
+    tensors = stored_tensors(drafters_own(params), names, dtype)
+    write_checkpoint(directory, raw, tensors, replace=replace)
 
 
 def shipped_drafters() -> list[str]:

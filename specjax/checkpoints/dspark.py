@@ -25,7 +25,6 @@ from specjax.checkpoints.files import (
     drafter_kind,
     read_config,
     read_drafter,
-    save_drafter,
     stored_tensors,
     target_record,
     write_checkpoint,
@@ -97,29 +96,11 @@ def open_dspark(
     return _restrict(model, params, raw)
 
 
-def save_dspark(
-    directory: str | os.PathLike[str],
-    model: DSpark,
-    params: PyTree,
-    target: Target,
-    *,
-    dtype: str = "bfloat16",
-    replace: bool = False,
-) -> None:
-    """Writes a drafter in specjax's own format, all of it or nothing.
-
-    Args:
-      directory: of the checkpoint.
-      model: the drafter.
-      params: its parameters; those that are the target's are left out.
-      target: of the drafter.
-      dtype: of the matrices in the file.
-      replace: a drafter that is there already makes place.
+def dspark_record(model: DSpark, target: Target) -> tuple[dict[str, Any], dict[str, str]]:
+    """config.json of specjax's own format, and the tensor of each parameter path.
 
     Raises:
-      ValueError: the directory exists, and is not to be replaced; options that the format
-        does not have; or the embedding or the head is not the target's, which the checkpoint
-        would not hold.
+      ValueError: options that the format does not have.
     """
     raw = {
         "architectures": [OWN_DSPARK],
@@ -128,8 +109,7 @@ def save_dspark(
         "candidates": model.config.candidates,
     }
     _check_layers(raw, model.config.backbone)
-    names = tensor_names(model.config)
-    save_drafter(directory, raw, model, params, names, target, dtype, replace)
+    return raw, tensor_names(model.config)
 
 
 def export_dspark(

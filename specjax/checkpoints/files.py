@@ -18,9 +18,6 @@ from specjax.checkpoints.checkpoint import StoredTensor, read_params
 from specjax.checkpoints.errors import CheckpointError, name_some
 from specjax.checkpoints.huggingface import read_json
 from specjax.decoding.types import PyTree
-from specjax.drafters.borrowed import check_targets_own, drafters_own
-from specjax.drafters.dspark import DSpark
-from specjax.drafters.mtp import MTP
 from specjax.models.target import Target
 
 # Names of drafters under `architectures`: specjax's own formats, and DeepSpec's classes by the
@@ -162,29 +159,6 @@ def stored_tensors(params: PyTree, names: Mapping[str, str], dtype: str) -> dict
 def same_shapes(params: PyTree, shapes: PyTree) -> bool:
     """Whether parameters have the structure and the shapes of a model's."""
     return jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
-
-
-def save_drafter(
-    directory: str | os.PathLike[str],
-    raw: Mapping[str, Any],
-    model: DSpark | MTP,
-    params: PyTree,
-    names: Mapping[str, str],
-    target: Target,
-    dtype: str,
-    replace: bool,
-) -> None:
-    """Writes a checkpoint of one of specjax's own formats, without what is the target's.
-
-    Raises:
-      ValueError: as `write_checkpoint` and `stored_tensors`; parameters of another model; or the
-        embedding or the head is not the target's, which the checkpoint would not hold.
-    """
-    if not same_shapes(params, model.param_shapes()):
-        raise ValueError("the parameters are not those of the drafter's configuration")
-    check_targets_own(params, target)
-    tensors = stored_tensors(drafters_own(params), names, dtype)
-    write_checkpoint(directory, raw, tensors, replace=replace)
 
 
 def read_drafter(

@@ -7,7 +7,6 @@ them alone.
 """
 
 import dataclasses
-import os
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,6 @@ from specjax.checkpoints.files import (
     drafter_kind,
     read_config,
     read_drafter,
-    save_drafter,
     target_record,
 )
 from specjax.checkpoints.huggingface import language_model, open_weights
@@ -62,37 +60,15 @@ _UNSUPPORTED = {
 }
 
 
-def save_mtp(
-    directory: str | os.PathLike[str],
-    model: MTP,
-    params: PyTree,
-    target: Target,
-    *,
-    dtype: str = "bfloat16",
-    replace: bool = False,
-) -> None:
-    """Writes MTP modules in specjax's own format, all of it or nothing.
-
-    Args:
-      directory: of the checkpoint.
-      model: the modules.
-      params: their parameters; those that are the target's are left out.
-      target: that they extend.
-      dtype: of the matrices in the file; vectors stay in float32.
-      replace: a drafter that is there already makes place.
+def mtp_record(model: MTP, target: Target) -> tuple[dict[str, Any], dict[str, str]]:
+    """config.json of specjax's own format, and the tensor of each parameter path.
 
     Raises:
-      ValueError: the directory exists, and is not to be replaced; modules that do not fit the
-        target; values that are not finite; or the embedding or the head is not the target's,
-        which the checkpoint would not hold.
+      CheckpointError: modules that do not fit the target.
     """
     _check_fits(model, target)
-    raw = {
-        "architectures": [OWN_MTP],
-        **dataclasses.asdict(model.config),
-        **target_record(target),
-    }
-    save_drafter(directory, raw, model, params, _names(params), target, dtype, replace)
+    raw = {"architectures": [OWN_MTP], **dataclasses.asdict(model.config), **target_record(target)}
+    return raw, _names(model.param_shapes())
 
 
 def open_mtp(directory: Path, target: Target, *, any_target: bool = False) -> tuple[MTP, PyTree]:

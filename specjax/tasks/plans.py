@@ -12,11 +12,10 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import specjax
-from specjax.checkpoints.dspark import save_dspark
+from specjax.checkpoints.drafters import save_drafter
 from specjax.checkpoints.dtype import resolve_dtype
 from specjax.checkpoints.files import check_place
 from specjax.checkpoints.head import load_head
-from specjax.checkpoints.mtp import save_mtp
 from specjax.checkpoints.targets import load_target, save_target, told_config
 from specjax.data.corpus import (
     PackedRow,
@@ -177,10 +176,7 @@ def _save_drafter(
     workdir: Path, model: DSpark | MTP, params: PyTree, target: Target
 ) -> dict[str, Path]:
     folder = workdir / "drafter"
-    if isinstance(model, MTP):
-        save_mtp(folder, model, params, target, replace=True)
-    else:
-        save_dspark(folder, model, params, target, replace=True)
+    save_drafter(folder, model, params, target, replace=True)
     return {"drafter": folder}
 
 
@@ -272,7 +268,9 @@ def corpus_rows(
     if tokenizer is None or not target.stop_ids:
         raise ValueError(f"a corpus needs a tokeniser and an end token, which {target.name} lacks")
     order = np.random.default_rng(config.seed).permutation(len(texts))
-    ids = (tokenizer(texts[i], add_special_tokens=False)["input_ids"] for i in order)
+    # A special token that a document spells out is text like any other.
+    plain = {"add_special_tokens": False, "split_special_tokens": True}
+    ids = (tokenizer(texts[i], **plain)["input_ids"] for i in order)
     end, length = target.stop_ids[0], config.training.max_len
     if apart:
         return [row for document in ids for row in pack([document], end, length)]

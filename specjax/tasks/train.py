@@ -28,9 +28,11 @@ def run(config: ConfigDict, workdir: Path) -> None:
     plan = make_plan(config, workdir)
     trainer = Trainer(plan.objective, plan.trained, plan.fixed, plan.data, settings)
     done = trainer.last_step(workdir)
-    with tqdm(total=settings.steps, initial=done, unit=" steps", dynamic_ncols=True) as bar:
+    options = {"unit": " steps", "dynamic_ncols": True, "desc": "compiling"}
+    with tqdm(total=settings.steps, initial=done, **options) as bar:
 
         def show(step: int, log: dict[str, Any]) -> None:
+            bar.set_description(refresh=False)
             bar.update(step - bar.n)
             if log:
                 shown = ("total", "main", "expected_length")

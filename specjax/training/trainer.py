@@ -335,7 +335,7 @@ class Trainer:
         return plain(
             {
                 "objective": dataclasses.asdict(self._objective),
-                "settings": dataclasses.asdict(self._settings),
+                "training": dataclasses.asdict(self._settings),
                 "data": self._data.identity,
             }
         )

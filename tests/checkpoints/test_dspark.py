@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specjax.checkpoints import CheckpointError, load_drafter, load_target
-from specjax.checkpoints.dspark import export_dspark, save_dspark
+from specjax.checkpoints import CheckpointError, load_drafter, load_target, save_drafter
+from specjax.checkpoints.dspark import export_dspark
 from specjax.drafters import DSpark, init_dspark
 from tests.drafters.golden import FOLDER, golden_target
 from tests.toys import tiny_target
@@ -115,7 +115,7 @@ def test_own_format_gives_back_what_was_saved(tmp_path, trimmed):
         target, jax.random.key(1), num_layers=1, mask_token_id=60, markov_rank=4, candidates=3,
         draft_vocab=ids, block_size=4,
     )  # fmt: skip
-    save_dspark(tmp_path / "a" / "drafter", model, params, target, dtype="float32")
+    save_drafter(tmp_path / "a" / "drafter", model, params, target, dtype="float32")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["drafter"]
     stored = safetensors.numpy.load_file(tmp_path / "a" / "drafter" / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(stored)
@@ -126,7 +126,7 @@ def test_own_format_gives_back_what_was_saved(tmp_path, trimmed):
     assert isinstance(loaded.model, DSpark)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
     with pytest.raises(ValueError, match="exists: remove it"):
-        save_dspark(str(tmp_path / "a" / "drafter"), model, params, target)
+        save_drafter(str(tmp_path / "a" / "drafter"), model, params, target)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_damaged_draft_ids_are_refused(tmp_path, ids):
     """They decide where q is zero: a wrong one would change the output."""
     target = golden_target()
     drafter = load_drafter(FOLDER / "dspark_rnn", target, draft_vocab=[5, 3, 9])
-    save_dspark(tmp_path / "drafter", drafter.model, drafter.params, target)
+    save_drafter(tmp_path / "drafter", drafter.model, drafter.params, target)
     file = tmp_path / "drafter" / "model.safetensors"
     stored = safetensors.numpy.load_file(file)
     kind = np.float32 if isinstance(ids[0], float) else np.int32
@@ -153,7 +153,7 @@ def test_numpys_integers_can_be_saved(tmp_path):
         target, jax.random.key(0), num_layers=1, mask_token_id=5, candidates=np.int64(3),
         markov_rank=np.int32(4),
     )  # fmt: skip
-    save_dspark(tmp_path / "drafter", model, params, target)
+    save_drafter(tmp_path / "drafter", model, params, target)
     assert load_drafter(tmp_path / "drafter", target).model == model
 
 
@@ -168,7 +168,7 @@ def test_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", stop)
     with pytest.raises(KeyboardInterrupt):
-        save_dspark(tmp_path / "drafter", model, params, target)
+        save_drafter(tmp_path / "drafter", model, params, target)
     assert not list(tmp_path.iterdir())
 
 
@@ -177,11 +177,11 @@ def test_what_the_format_leaves_out_must_be_the_targets(tmp_path):
     params = dict(drafter.params)
     params["lm_head"] = {"weight": params["lm_head"]["weight"] + 1}
     with pytest.raises(ValueError, match=r"lm_head is not .*target's"):
-        save_dspark(tmp_path / "drafter", drafter.model, params, golden_target())
+        save_drafter(tmp_path / "drafter", drafter.model, params, golden_target())
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("write", [export_dspark, save_dspark])
+@pytest.mark.parametrize("write", [export_dspark, save_drafter])
 def test_a_drafter_of_another_target_is_refused_unless_told(tmp_path, write):
     target, other = tiny_target(), dataclasses.replace(tiny_target(seed=1), name="other")
     model, params = init_dspark(

@@ -12,8 +12,8 @@ import pytest
 import safetensors.numpy
 
 import specjax
-from specjax.checkpoints import CheckpointError, load_drafter, load_target
-from specjax.checkpoints.dspark import export_dspark, save_dspark
+from specjax.checkpoints import CheckpointError, load_drafter, load_target, save_drafter
+from specjax.checkpoints.dspark import export_dspark
 from specjax.drafters import DSpark
 from tests.drafters.golden import FOLDER, golden_drafter, golden_target
 from tests.toys import tiny_target
@@ -75,7 +75,7 @@ def test_files_are_those_of_deepspec(tmp_path, kind):
 def test_gemma4_drafters_are_the_same_again(tmp_path, own):
     """In either format: what another program trained may be trained on, and leave again."""
     target, drafter = golden_target("dspark_gemma4"), golden_drafter("dspark_gemma4")
-    write = save_dspark if own else export_dspark
+    write = save_drafter if own else export_dspark
     write(tmp_path / "drafter", drafter.model, drafter.params, target, dtype="float32")
     kind = "SpecjaxDSparkModel" if own else "Gemma4DSparkModel"
     assert read_config(tmp_path / "drafter")["architectures"] == [kind]
@@ -130,7 +130,7 @@ def test_other_engines_see_the_whole_vocabulary(tmp_path, kind):
 def test_a_trained_drafter_in_bfloat16(tmp_path):
     """As the tasks do it: saved, loaded for the target in bfloat16, and exported."""
     made = golden_drafter("dspark_rnn", draft_vocab=IDS, candidates=CANDIDATES)
-    save_dspark(tmp_path / "own", made.model, made.params, golden_target())
+    save_drafter(tmp_path / "own", made.model, made.params, golden_target())
     coarse = load_target(FOLDER / "target", dtype="bfloat16")
     drafter = load_drafter(tmp_path / "own", coarse)
     back = load_drafter(export(tmp_path / "drafter", drafter, coarse), coarse)
@@ -207,7 +207,7 @@ def test_what_the_format_does_not_hold_is_refused(tmp_path):
     config = drafter.model.config
     plain = dataclasses.replace(config.backbone, qk_norm=False)
     model = DSpark(dataclasses.replace(config, backbone=plain))
-    for write in (export_dspark, save_dspark):
+    for write in (export_dspark, save_drafter):
         with pytest.raises(ValueError, match=r"layers of Qwen3.* qk_norm \(True, now False\)"):
             write(tmp_path / "drafter", model, drafter.params, target)
     with pytest.raises(ValueError, match="dtype must be 'float32' or 'bfloat16', got 'float16'"):

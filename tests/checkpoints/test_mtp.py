@@ -13,10 +13,10 @@ import pytest
 import safetensors.numpy
 
 import specjax
-from specjax.checkpoints import CheckpointError, load_drafter, load_target
-from specjax.checkpoints.dspark import save_dspark
-from specjax.checkpoints.mtp import open_mtp, save_mtp
-from specjax.drafters import init_dspark
+from specjax.checkpoints import CheckpointError, load_drafter, load_target, save_drafter
+from specjax.checkpoints.mtp import open_mtp
+from specjax.drafters import PromptLookup, init_dspark
+from specjax.drafters.borrowed import drafters_own
 from specjax.drafters.mtp import MTP, MTPConfig
 from specjax.drafters.mtp_init import init_mtp
 from tests.toys import MarkovTarget, call, tiny_target
@@ -40,7 +40,7 @@ def made(family: str = "", **options):
 
 def save(folder, family="", dtype="float32", **options):
     target, model, params = made(family, **options)
-    save_mtp(folder, model, params, target, dtype=dtype)
+    save_drafter(folder, model, params, target, dtype=dtype)
     return target, model, params
 
 
@@ -206,34 +206,45 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     folder = tmp_path / "mtp"
     broken = {**params, "module_1": jax.tree.map(lambda x: x * jnp.nan, params["module_1"])}
     with pytest.raises(ValueError, match="hold NaN or infinite values: training diverged"):
-        save_mtp(folder, model, broken, target)
+        save_drafter(folder, model, broken, target)
     with pytest.raises(ValueError, match="dtype must be 'float32' or 'bfloat16', got 'float16'"):
-        save_mtp(folder, model, params, target, dtype="float16")
+        save_drafter(folder, model, params, target, dtype="float16")
     with pytest.raises(ValueError, match="not those of the drafter's configuration"):
-        save_mtp(folder, model, made(depth=1)[2], target)
+        save_drafter(folder, model, made(depth=1)[2], target)
     head = {"weight": params["lm_head"]["weight"] + 1}
     with pytest.raises(ValueError, match="lm_head is not tiny's"):
-        save_mtp(folder, model, {**params, "lm_head": head}, target)
+        save_drafter(folder, model, {**params, "lm_head": head}, target)
     with pytest.raises(CheckpointError, match=r"another target than .*vocab_size \(61, now 96\)"):
-        save_mtp(folder, model, params, golden())
+        save_drafter(folder, model, params, golden())
     foreign = dataclasses.replace(target, model=MarkovTarget(61))
     with pytest.raises(CheckpointError, match="tiny was not loaded by specjax"):
-        save_mtp(folder, model, params, foreign)
+        save_drafter(folder, model, params, foreign)
+    with pytest.raises(ValueError, match="DSpark drafters and MTP modules can be saved, got"):
+        save_drafter(folder, PromptLookup(), (), target)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_what_is_the_targets_may_be_missing(tmp_path, ids):
+    """As in what a training loop has in hand."""
+    target, model, params = made(depth=1, draft_vocab=ids)
+    own = drafters_own(params)
+    save_drafter(tmp_path / "own", model, own, target, dtype="float32")
+    jax.tree.map(equal, load_drafter(tmp_path / "own", target).params, params)
 
 
 def test_only_drafters_are_replaced(tmp_path):
     target, model, params = made(depth=2)
     folder = tmp_path / "drafter"
     dspark = init_dspark(target, jax.random.key(1), num_layers=1, mask_token_id=60)
-    save_dspark(folder, *dspark, target)
+    save_drafter(folder, *dspark, target)
     with pytest.raises(ValueError, match="exists: remove it"):
-        save_mtp(folder, model, params, target)
-    save_mtp(folder, model, params, target, replace=True)
+        save_drafter(folder, model, params, target)
+    save_drafter(folder, model, params, target, replace=True)
     assert load_drafter(folder, target).model == model
     shutil.copytree(DATA / "mistral", tmp_path / "model")
     with pytest.raises(ValueError, match="exists and is no drafter's folder"):
-        save_mtp(tmp_path / "model", model, params, target, replace=True)
+        save_drafter(tmp_path / "model", model, params, target, replace=True)
 
 
 def test_modules_are_no_target_and_not_composed(tmp_path):
@@ -255,7 +266,7 @@ def test_a_vocabulary_can_be_trimmed(tmp_path):
     assert drafter.model == MTP(dataclasses.replace(model.config, draft_vocab_size=4))
     equal(drafter.params["draft_ids"], np.array(IDS, np.int32))
     equal(drafter.params["lm_head"]["weight"], params["lm_head"]["weight"][np.array(IDS)])
-    save_mtp(tmp_path / "trimmed", drafter.model, drafter.params, target, dtype="float32")
+    save_drafter(tmp_path / "trimmed", drafter.model, drafter.params, target, dtype="float32")
     again = load_drafter(tmp_path / "trimmed", target)
     jax.tree.map(equal, again.params, drafter.params)
     with pytest.raises(ValueError, match="trimmed already"):

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specjax.checkpoints import load_drafter, load_target, save_target
+from specjax.checkpoints import load_drafter, load_target, save_drafter, save_target
 from specjax.checkpoints.architectures import get_architecture
 from specjax.checkpoints.gguf_tokenizer import build_tokenizer
 from specjax.checkpoints.head import load_head, save_head
-from specjax.checkpoints.mtp import save_mtp
 from specjax.checkpoints.raw_config import lost, raw_config
 from specjax.drafters.mtp_init import init_mtp
 from specjax.models.config import RopeConfig, SlidingConfig
@@ -117,7 +116,7 @@ def test_a_saved_target_has_its_drafters(tmp_path):
     target = tiny_target()
     save_target(tmp_path / "model", target)
     model, params = init_mtp(target, jax.random.key(0))
-    save_mtp(tmp_path / "mtp", model, params, target)
+    save_drafter(tmp_path / "mtp", model, params, target)
     assert load_drafter(tmp_path / "mtp", load_target(tmp_path / "model", dtype="float32"))
 
 

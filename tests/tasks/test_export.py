@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.checkpoints.dspark import save_dspark
+from specjax.checkpoints import save_drafter
 from specjax.tasks import export, generate
 from tests.drafters.golden import golden_drafter, golden_target
 
@@ -19,7 +19,7 @@ def drafter(monkeypatch, tmp_path):
     target = golden_target()
     monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: target)
     made = golden_drafter("dspark_gated", draft_vocab=tuple(range(50)), candidates=9)
-    save_dspark(tmp_path / "own", made.model, made.params, target)
+    save_drafter(tmp_path / "own", made.model, made.params, target)
     return str(tmp_path / "own")
 
 

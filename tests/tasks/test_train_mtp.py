@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import specjax
-from specjax.checkpoints import save_target
-from specjax.checkpoints.mtp import save_mtp
+from specjax.checkpoints import save_drafter, save_target
 from specjax.data.corpus import END, train_tokenizer
 from specjax.data.target_cache import TokenSequence
 from specjax.data.texts import save_texts
@@ -23,7 +22,7 @@ from specjax.drafters.mtp_init import init_mtp
 from specjax.files import changes
 from specjax.models.transformer import TransformerTarget
 from specjax.tasks import train
-from specjax.tasks.plans import make_plan, new_target
+from specjax.tasks.plans import corpus_rows, make_plan, new_target
 from tests.evaluation.tiny_target import tiny_target
 from tests.tasks.test_train import CHATS
 
@@ -174,8 +173,8 @@ def test_runs_tell_what_they_start_from(get_config, monkeypatch, tmp_path):
     """So that none goes on with another's checkpoints."""
     write_texts(tmp_path / "texts.npz", 200)
     options = {"corpus": "", "texts": str(tmp_path / "texts.npz"), "target": "given"}
-    save_mtp(tmp_path / "a", *init_mtp(given(), jax.random.key(1), dtype="float32"), given())
-    save_mtp(tmp_path / "b", *init_mtp(given(), jax.random.key(2), dtype="float32"), given())
+    save_drafter(tmp_path / "a", *init_mtp(given(), jax.random.key(1), dtype="float32"), given())
+    save_drafter(tmp_path / "b", *init_mtp(given(), jax.random.key(2), dtype="float32"), given())
 
     def identity(seed, start="", train_target=True):
         monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: given(seed))
@@ -202,6 +201,16 @@ def test_ids_of_a_tokenizer_may_have_gaps(get_config):
     )
     target = new_target(get_config("mtp").model, gaps, seed=0)
     assert (len(gaps), target.stop_ids, target.model.vocab_size) == (258, (300,), 301)
+
+
+def test_a_special_token_that_a_document_spells_out_is_text(get_config):
+    config = get_config("mtp")
+    target = new_target(config.model, train_tokenizer(["a b c"], 300), seed=0)
+    text = f"a {END} b"
+    (row,) = corpus_rows(config, [text], target, apart=True)
+    ids = row.tokens_T[row.segments_T > 0].tolist()
+    assert ids.count(target.stop_ids[0]) == 1
+    assert target.tokenizer.decode(ids) == text + END
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_checkpoints_of_other_settings_are_refused(target, cache, tmp_path):
     with pytest.raises(ValueError, match=r"objective.num_anchors \(8, now 9\)"):
         trainer(target, cache, num_anchors=9).run(tmp_path)
     other = Training(**{**vars(SETTINGS), "learning_rate": 1e-4})
-    with pytest.raises(ValueError, match=r"settings.learning_rate \(0.003, now 0.0001\)"):
+    with pytest.raises(ValueError, match=r"training.learning_rate \(0.003, now 0.0001\)"):
         trainer(target, cache, other).run(tmp_path)
 
 

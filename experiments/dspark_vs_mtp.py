@@ -159,18 +159,23 @@ def run(arguments: argparse.Namespace, steps: dict[str, int]) -> dict[str, Any]:
     contenders["prompt_lookup"] = load_contender(target, "prompt_lookup", None)
     measured = measure(target, contenders, sets, max_new_tokens, check=True, smoke=arguments.smoke)
     for name, contender in contenders.items():
-        measured["drafters"][name] |= describe(contender) | {"steps": steps.get(name)}
-    curves = {name: read_learning_curve(arguments.workdir / name) for name in DRAFTERS}
+        facts = describe(contender, joint=name == "mtp_joint")
+        measured["drafters"][name] |= facts | {"steps": steps.get(name)}
     minutes = arguments.minutes
+    curves = {name: read_learning_curve(arguments.workdir / name) for name in DRAFTERS}
+    for name, curve in curves.items():  # over the time of the steps, whatever ran beside them
+        curve["seconds"] = [60 * minutes * step / steps[name] for step in curve["step"] or ()]
     return {**provenance(), **measured, "minutes": minutes, "learning_curves": curves}
 
 
-def describe(contender: Contender) -> dict[str, Any]:
-    """Parameters that a drafter adds to its target, and what it needs."""
+def describe(contender: Contender, *, joint: bool) -> dict[str, Any]:
+    """Parameters that a drafter adds to its target, and what it needs; `joint`, its training."""
     params = contender.drafter.params
     own = split_params(params)[0] if params else {}
     model = contender.drafter.model
     return {
+        "trained": "with the target" if joint else "afterwards" if own else "never",
+        "target_changed": joint,
         "parameters_added": sum(leaf.size for leaf in jax.tree.leaves(own)),
         "target_hidden_states": (
             f"layers {model.taps}" if model.taps else "the last" if own else "none"

@@ -145,3 +145,4 @@ def test_mtp_from_scratch_and_its_rivals(tmp_path):
     for name, drafter in drafters.items():
         assert drafter["greedy"]["held out"]["identical"], name
         assert (drafter["parameters_added"] > 0) == (name != "prompt_lookup")
+        assert drafter["target_changed"] == (name == "mtp_joint")

@@ -6,7 +6,7 @@
 own sources or on --config.corpus. `frozen` (stage 1) trains modules for a target that stays as
 it is, on --config.cache or texts as configs/train.py; `joint` (stage 2) goes on with both, from
 --config.start and --config.target. `beside` trains a new target and a DSpark drafter beside it,
-which leaves the target as it would be alone. `smoke` is a small `scratch`.
+whose gradient stops at the target; its rows hold a document each. `smoke` is a small `scratch`.
 """
 
 from ml_collections import ConfigDict

@@ -22,7 +22,7 @@ def get_config(variant: str = "") -> ConfigDict:
         dataset_subset=config_dict.placeholder(str),
         dataset_split="train",
         answers="given",
-        corpus="",  # plain text for a target that learns: files (a glob), or "stdlib", Python's own
+        corpus="",  # plain text: files (a glob), or "stdlib", Python's own
         tokenizer="",  # of a new target: a folder; "" trains one on the corpus
         # A cache has what it needs of its target. "new" is one that is trained from scratch.
         target="smollm2-135m",

@@ -47,6 +47,10 @@ from specjax.tasks.common import ProgressBar, enable_compilation_cache
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 METRICS = ("mean_accepted_length", "speedup")
 PHASES = ("draft", "verify", "accept_commit", "observe")  # of a round, in milliseconds
+CURVES = {
+    "expected_length": "expected accepted length, tokens",
+    "first_acceptance": "acceptance of the first draft",
+}
 Values = Mapping[str, Mapping[str, float]]  # of each drafter and file
 
 
@@ -410,13 +414,11 @@ def draw(result: dict[str, Any], figure: Any) -> None:
     _draw_bars(axes[1, 1], drafters, "sampled", "speedup", colors)
     _draw_costs(axes[1, 2], drafters)
     if curves:
-        _draw_curves(
-            axes[2, 0], curves, colors, "expected_length", "expected accepted length, tokens"
-        )
-        _draw_curves(
-            axes[2, 1], curves, colors, "first_acceptance", "acceptance of the first draft"
-        )
-        axes[2, 2].set_axis_off()
+        shown = [key for key in CURVES if all(key in curve for curve in curves.values())]
+        for place, key in zip(axes[2], shown, strict=False):
+            _draw_curves(place, curves, colors, key)
+        for place in axes[2, len(shown) :]:
+            place.set_axis_off()
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
 
@@ -479,15 +481,14 @@ def _draw_costs(axes: Any, drafters: dict[str, Any]) -> None:
     axes.legend(frameon=False, ncols=2, fontsize=8, loc="upper center")
 
 
-def _draw_curves(
-    axes: Any, curves: dict[str, Any], colors: dict[str, str], key: str, label: str
-) -> None:
+def _draw_curves(axes: Any, curves: dict[str, Any], colors: dict[str, str], key: str) -> None:
     """Over time if all logs have it, else over steps; in the colour of a drafter of that name."""
     timed = all(curve["seconds"] for curve in curves.values())
     for name, curve in curves.items():
         x = [seconds / 60 for seconds in curve["seconds"]] if timed else curve["step"]
         axes.plot(x, curve[key], ".-", label=name, color=colors.get(name))
-    axes.set(title="Training, held out", xlabel="minutes" if timed else "steps", ylabel=label)
+    unit = "minutes" if timed else "steps"
+    axes.set(title="Training, held out", xlabel=unit, ylabel=CURVES[key])
     axes.legend(frameon=False)
 
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import jax
 from common import argument_parser, provenance, read_log, save_figure
 from drafter_quality import Contender, draw, load_contender, measure, read_learning_curve, tables
-from mtp_from_scratch import held_out_prompts, train
+from mtp_from_scratch import STOPPED, held_out_prompts, train
 
 import specjax
 from specjax.api import encode_prompts
@@ -79,14 +80,24 @@ def main() -> None:
     arguments = parser.parse_args()
     if bool(arguments.cache) == bool(arguments.corpus):
         parser.error("give one of --cache and --corpus")
+    if arguments.cache and not arguments.prompts:
+        parser.error("a cache's texts make no prompts: give --prompts")
+    if arguments.joint and not Path(arguments.joint, "config.json").is_file():
+        parser.error(f"there is no drafter in {arguments.joint} (--joint)")
+    if arguments.smoke:
+        arguments.num_prompts, arguments.max_new_tokens, arguments.minutes = 2, 8, 0
     enable_compilation_cache("auto")
     try:
+        if arguments.prompts:
+            find_prompt_files(arguments.prompts)  # before the training
         steps = {name: train_drafter(name, arguments) for name in DRAFTERS}
         if arguments.train_only:
             return
         result = run(arguments, steps)
     except (ValueError, subprocess.CalledProcessError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
     write_json(arguments.out, result)
     print(tables(result))
     save_figure(arguments.out.with_suffix(".png"), (15, 12.6), partial(draw, result))
@@ -100,10 +111,11 @@ def train_drafter(name: str, arguments: argparse.Namespace) -> int:
     """
     options, _ = DRAFTERS[name]
     kind = "mtp" if name.startswith("mtp") else "drafter"
+    given = Path(arguments.target).exists()
     overrides = {
-        "target": arguments.target,
-        "cache": arguments.cache and str(Path(arguments.cache).absolute()),
-        "corpus": arguments.corpus,
+        "target": absolute(arguments.target) if given else arguments.target,
+        "cache": arguments.cache and absolute(arguments.cache),
+        "corpus": arguments.corpus and absolute(arguments.corpus),
         f"{kind}.draft_vocab": arguments.draft_vocab,
         **TRAINING,
         **options,
@@ -122,7 +134,7 @@ def affordable_steps(name: str, arguments: argparse.Namespace, overrides: dict[s
     Raises:
       CalledProcessError: training failed.
     """
-    path = arguments.workdir / "steps" / f"{name}.json"
+    path = arguments.workdir / "speed" / f"{name}.json"
     if not path.exists():
         probe = arguments.workdir / "probe" / name
         rare = {"eval_every": 10**6, "save_every": 10**6, "training.steps": PROBE}
@@ -130,8 +142,8 @@ def affordable_steps(name: str, arguments: argparse.Namespace, overrides: dict[s
         log = read_log(probe)
         rates = [entry["steps_per_second"] for entry in log if "steps_per_second" in entry]
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"steps": int(60 * arguments.minutes * statistics.median(rates))})
-    return json.loads(path.read_text())["steps"]
+        write_json(path, {"steps_per_second": statistics.median(rates)})
+    return round(60 * arguments.minutes * json.loads(path.read_text())["steps_per_second"])
 
 
 def run(arguments: argparse.Namespace, steps: dict[str, int]) -> dict[str, Any]:
@@ -142,8 +154,6 @@ def run(arguments: argparse.Namespace, steps: dict[str, int]) -> dict[str, Any]:
     """
     target = specjax.load_target(arguments.target)
     count, max_new_tokens = arguments.num_prompts, arguments.max_new_tokens
-    if arguments.smoke:
-        count, max_new_tokens = 2, 8
     if arguments.prompts:
         files = find_prompt_files(arguments.prompts)
         texts = {name: read_prompts(path, count) for name, path in files.items()}
@@ -162,10 +172,19 @@ def run(arguments: argparse.Namespace, steps: dict[str, int]) -> dict[str, Any]:
         facts = describe(contender, joint=name == "mtp_joint")
         measured["drafters"][name] |= facts | {"steps": steps.get(name)}
     minutes = arguments.minutes
-    curves = {name: read_learning_curve(arguments.workdir / name) for name in DRAFTERS}
-    for name, curve in curves.items():  # over the time of the steps, whatever ran beside them
-        curve["seconds"] = [60 * minutes * step / steps[name] for step in curve["step"] or ()]
+    curves = {}
+    for name in DRAFTERS:
+        # Not the expected lengths, which are of unlike numbers of drafts; and over the time of
+        # the steps, whatever ran beside them.
+        curve = read_learning_curve(arguments.workdir / name)
+        curves[name] = {key: curve[key] for key in ("step", "first_acceptance")}
+        curves[name]["seconds"] = [60 * minutes * step / steps[name] for step in curve["step"]]
     return {**provenance(), **measured, "minutes": minutes, "learning_curves": curves}
+
+
+def absolute(path: str) -> str:
+    """Of a path or glob; training runs elsewhere."""
+    return path if path == "stdlib" else str(Path(path).absolute())
 
 
 def describe(contender: Contender, *, joint: bool) -> dict[str, Any]:

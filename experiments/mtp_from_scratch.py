@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 ALGORITHMS = {"with": "mtp", "without": "none"}
 DRAFT_LENS = (1, 2, 3, 4, 5, 6)
 PROMPT_TOKENS = 64
+STOPPED = "Stopped: the same command goes on."
 
 
 def main() -> None:
@@ -45,11 +46,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.num_prompts, arguments.max_new_tokens = 2, 8
+    if arguments.num_prompts < 2:
+        parser.error("--num-prompts must be at least 2: some to choose with, some to measure")
     enable_compilation_cache("auto")
     try:
         result = run(arguments)
     except (ValueError, subprocess.CalledProcessError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
     write_json(arguments.out, result)
     print(_table(result))
     save_figure(arguments.out.with_suffix(".png"), (15, 4.2), partial(_draw, result))
@@ -97,7 +102,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "identical": all(c.identical for runs in compared.values() for c in runs),
         "autoregressive": run_entry(measured.autoregressive),
         "by_draft_len": {
-            name: {"speedup": _speedup(runs[1]), **run_entry(runs[1].speculative)}
+            name: {
+                "speedup": _speedup(runs[1]),
+                "outputs_that_part_as_run": len(runs[1].as_run or ()),
+                **run_entry(runs[1].speculative),
+            }
             for name, runs in compared.items()
         },
         "learning_curves": {name: learning_curve(path) for name, path in workdirs.items()},
@@ -112,11 +121,20 @@ def train(config: str, workdir: Path, overrides: dict[str, Any]) -> None:
     """
     options = [f"--config.{name}={value}" for name, value in overrides.items()]
     command = [sys.executable, "-m", "specjax.main", f"--config={config}"]
-    subprocess.run([*command, f"--workdir={workdir.absolute()}", *options], cwd=ROOT, check=True)
+    process = subprocess.Popen([*command, f"--workdir={workdir.absolute()}", *options], cwd=ROOT)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # Ctrl-C reaches it too, and it leaves a checkpoint
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)
 
 
 def held_out_prompts(workdir: Path, count: int) -> list[list[int]]:
-    """Beginnings of rows that a run of the task "train" did not train on.
+    """Beginnings of rows that a run of the task "train" did not train on: of its last rows.
+
+    Other runs on the same corpus leave these out too, if they hold out as much of it.
 
     Raises:
       ValueError: it held out fewer of that length.
@@ -130,7 +148,7 @@ def held_out_prompts(workdir: Path, count: int) -> list[list[int]]:
     prompts = [row.tokens_T[:length] for row, keep in zip(rows, whole, strict=True) if keep]
     if len(prompts) < count:
         raise ValueError(f"{len(prompts)} held-out rows make no {count} prompts: ask for fewer")
-    return [prompt.tolist() for prompt in prompts[:count]]
+    return [prompt.tolist() for prompt in prompts[len(prompts) - count :]]
 
 
 def learning_curve(workdir: Path) -> dict[str, list[Any]]:

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from specjax.data.corpus import (
     END,
+    begin_token,
     find_documents,
     pack,
     read_documents,
@@ -39,6 +41,41 @@ def test_rows_hold_the_documents_in_order():
         [True] * 3 + [False] * 2
     ]
     assert list(pack([], end=0, length=5)) == []
+
+
+def test_every_part_of_a_document_can_begin_with_a_token():
+    rows = list(pack([[1, 2, 3], [4], [5, 6]], end=0, length=4, begin=9))
+    assert [row.tokens_T.tolist() for row in rows] == [
+        [9, 1, 2, 3],
+        [9, 0, 9, 4],
+        [9, 0, 9, 5],
+        [9, 6, 0, 0],
+    ]
+    assert [row.segments_T.tolist() for row in rows] == [
+        [1, 1, 1, 1],
+        [1, 1, 2, 2],
+        [1, 1, 2, 2],
+        [1, 1, 1, 0],
+    ]
+    assert rows[1].positions_T.tolist() == [0, 1, 0, 1]
+    # A place that has no room for both is left out.
+    (first, second) = pack([[1], [2]], end=0, length=4, begin=9)
+    assert first.tokens_T.tolist() == [9, 1, 0, 0]
+    assert first.loss_mask_T.tolist() == [True, True, True, False]
+    assert second.tokens_T.tolist() == [9, 2, 0, 0]
+    with pytest.raises(ValueError, match="rows of 1 tokens hold no text"):
+        list(pack([[1]], end=0, length=1, begin=9))
+
+
+def test_tokenizers_tell_whether_texts_begin_with_a_token():
+    tokenizer = train_tokenizer(["a b c"], 300)
+    assert begin_token(tokenizer) is None
+    tokenizer.bos_token = END
+    assert begin_token(tokenizer) is None  # it has one, and does not put it there
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, tokenizer.bos_token_id)]
+    )
+    assert begin_token(tokenizer) == tokenizer.bos_token_id
 
 
 def test_texts_may_have_rows_of_their_own():

@@ -100,8 +100,10 @@ def dspark_record(model: DSpark, target: Target) -> tuple[dict[str, Any], dict[s
     """config.json of specjax's own format, and the tensor of each parameter path.
 
     Raises:
-      ValueError: options that the format does not have.
+      ValueError: a drafter that does not fit the target, or options that the format does not
+        have.
     """
+    check_fits(model, target)
     raw = {
         "architectures": [OWN_DSPARK],
         **_raw_config(model.config, target),

@@ -96,7 +96,7 @@ def check_place(directory: Path, *, replace: bool, kind: Kind = "drafter") -> No
     if not os.path.lexists(directory):
         return
     if not _holds(directory, kind):
-        what = "no drafter's folder" if kind == "drafter" else "no target's that specjax wrote"
+        what = "no drafter's folder" if kind == "drafter" else "no target that specjax wrote"
         raise ValueError(f"{directory} exists and is {what}: give another folder")
     if not replace:
         raise ValueError(
@@ -190,13 +190,15 @@ def target_record(target: Target) -> dict[str, str]:
 
 
 def check_target(raw: Mapping[str, Any], target: Target) -> None:
-    """Refuses another target than the checkpoint names; one that names none fits any.
+    """Refuses another target than the checkpoint names; of DeepSpec's, that names none, any fits.
 
     Raises:
-      CheckpointError: it has other weights.
+      CheckpointError: it has other weights; or specjax's own format, which names one, does not.
     """
     recorded = raw.get("target_fingerprint")
     if recorded is None:
+        if drafter_kind(raw) in (OWN_DSPARK, OWN_MTP):
+            raise CheckpointError("config.json has no target_fingerprint: the file is damaged")
         return
     found = target.fingerprint()
     if recorded != found:

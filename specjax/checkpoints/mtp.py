@@ -107,7 +107,8 @@ def open_mtp_layers(
 
     Layer L + j of a model of L layers is module j + 1. Hidden states are handed on after the
     final norm, from module to module, and follow the embedding in the projection's input.
-    Copies of the embedding and the head must be the target's, which take their place.
+    The model's embedding, head and last layer, and the modules' copies of the former two,
+    must be the target's, which takes their place.
 
     Args:
       directory: a Hugging Face model's, whose config.json has `num_nextn_predict_layers`.
@@ -135,10 +136,10 @@ def open_mtp_layers(
     _check_fits(model, target)
     copies = {f"model.layers.{i}.{name}": part for i in layers for part, name in _COPIES.items()}
     if not any_target:
-        embedding = architecture.weights["embed/weight"].huggingface
-        _check_copies(stored, {embedding: "embed", **copies}, target)
+        _check_model(stored, copies, architecture, target)
     weights = _layer_weights(architecture, layers)
-    own = {name: tensor for name, tensor in tensors.items() if name not in copies}
+    harmless = {*copies, *filter(architecture.ignored.fullmatch, tensors)}
+    own = {name: tensor for name, tensor in tensors.items() if name not in harmless}
     params = read_drafter(
         own,
         drafters_own(model.param_shapes()),
@@ -174,9 +175,7 @@ def trim_mtp(
 def _config(raw: Mapping[str, Any]) -> MTPConfig:
     """The configuration, every option of which must be there, known and of its type."""
     values = {name: value for name, value in raw.items() if name not in _ABOUT}
-    fields = {field.name for field in dataclasses.fields(MTPConfig)}
-    mistakes = [f"no {name!r}" for name in sorted(fields - values.keys())]
-    mistakes += _mistakes(MTPConfig, values)
+    mistakes = _mistakes(MTPConfig, values)
     if mistakes:
         raise CheckpointError(
             f"the configuration has {', '.join(mistakes)}: the file is damaged, or of another "
@@ -189,11 +188,11 @@ def _config(raw: Mapping[str, Any]) -> MTPConfig:
 
 
 def _mistakes(kind: Any, values: Any) -> list[str]:
-    """JSON values that cannot be fields of a dataclass, for messages; some may be missing."""
+    """Fields of a dataclass that JSON lacks, and values that cannot be such, for messages."""
     if not isinstance(values, Mapping):
         return [f"{values!r} for a mapping"]
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    found = []
+    found = [f"no {name!r}" for name in sorted(fields.keys() - values.keys())]
     for name, value in values.items():
         if name not in fields:
             found.append(f"the unknown {name!r}")
@@ -281,18 +280,34 @@ def _check_supported(tensors: Mapping[str, StoredTensor]) -> None:
             )
 
 
-def _check_copies(
-    stored: Mapping[str, StoredTensor], copies: Mapping[str, str], target: Target
+def _check_model(
+    stored: Mapping[str, StoredTensor],
+    copies: Mapping[str, str],
+    architecture: Architecture,
+    target: Target,
 ) -> None:
-    """Makes sure that the embedding and the head in a checkpoint are the target's."""
+    """Makes sure that a directory's model is the target, by some of its matrices.
+
+    Args:
+      stored: the tensors of the directory.
+      copies: which of them are the embedding or the head again.
+      architecture: of the model.
+      target: what it should be.
+    """
     shared = attach_target({}, target)
-    for name, part in copies.items():
+    matrices = {name: shared[part]["weight"] for name, part in copies.items()}
+    own: dict[str, Any] = {**flax.traverse_util.flatten_dict(target.params, sep="/")}
+    last = target.model.config.num_layers - 1  # type: ignore[attr-defined]
+    for path, weight in architecture.layer_weights(last + 1).items():
+        compared = path.startswith(("embed/", "lm_head/", f"layer_{last}/"))
+        if compared and path in own and own[path].ndim == 2:
+            matrices[weight.huggingface] = own[path]
+    for name, matrix in matrices.items():
         if name not in stored:
             continue
-        array = cast(stored[name].read(), target.dtype)
-        if not np.array_equal(array, np.asarray(shared[part]["weight"])):
+        if not np.array_equal(cast(stored[name].read(), target.dtype), np.asarray(matrix)):
             raise CheckpointError(
-                f"{name} is not {target.name}'s {part}, which would take its place: load the "
-                f"target from the same checkpoint, or give any_target=True (config.any_target), "
-                f"with which few drafts may be accepted"
+                f"{name} is not {target.name}'s, which would take its place: load the target "
+                f"from the same checkpoint, or give any_target=True (config.any_target), with "
+                f"which few drafts may be accepted"
             )

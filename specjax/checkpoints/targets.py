@@ -73,7 +73,8 @@ def save_target(
     """Writes a target as a Hugging Face directory, all of it or nothing.
 
     `load_target` gives the same target back, and transformers loads it too. Of families whose
-    files hold norms less 1 (Gemma 2 and 3), a norm's scale below 1/2 may change by 2^-25.
+    files hold norms less 1 (Gemma 2 and 3), a norm's scale below 1/2 may change by 2^-24, and
+    the fingerprint with it: save a drafter for the target that is loaded from there.
 
     Args:
       directory: of the checkpoint.
@@ -85,12 +86,10 @@ def save_target(
       ValueError: the directory exists, and is not to be replaced; a model whose options
         config.json cannot tell; values that are not finite; or a target that is not ours.
     """
-    model = target.model
-    if not isinstance(model, TransformerTarget):
-        raise ValueError(f"{target.name} was not loaded by specjax: its format is not known")
+    raw, model = told_config(target), target.model
+    assert isinstance(model, TransformerTarget)
     if not same_shapes(target.params, model.param_shapes()):
         raise ValueError(f"the parameters of {target.name} are not those of a whole model")
-    raw = told_config(target)
     architecture = get_architecture(raw)
     dtype = target.dtype if dtype is None else dtype
     stops = list(target.stop_ids)

@@ -4,7 +4,7 @@ import glob
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -24,7 +24,7 @@ class PackedRow(NamedTuple):
     """Documents side by side, for `collate`-like stacking.
 
     Attributes:
-      tokens_T: token ids; every document ends with the end token.
+      tokens_T: token ids.
       loss_mask_T: tokens to be learnt.
       segments_T: documents of the row, counted from 1; 0 is padding.
       positions_T: from 0 on in every document, or in what the row has of it.
@@ -100,7 +100,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, mask_token=MASK)
 
 
-def pack(documents: Iterable[Sequence[int]], end: int, length: int) -> Iterator[PackedRow]:
+def begin_token(tokenizer: Any) -> int | None:
+    """The token that a tokeniser puts before texts, if it does, so that a decode begins with it."""
+    begin = tokenizer.bos_token_id
+    return begin if begin is not None and tokenizer("")["input_ids"][:1] == [begin] else None
+
+
+def pack(
+    documents: Iterable[Sequence[int]], end: int, length: int, begin: int | None = None
+) -> Iterator[PackedRow]:
     """Rows of `length` tokens, in which documents follow each other.
 
     A document that does not end within its row goes on in the next, as a segment of its own.
@@ -110,17 +118,30 @@ def pack(documents: Iterable[Sequence[int]], end: int, length: int) -> Iterator[
       documents: token ids.
       end: id of the end token, put after every document.
       length: T of a row.
+      begin: id of a token put before every segment (`begin_token`).
+
+    Raises:
+      ValueError: rows that hold no token of a document.
     """
+    before = [] if begin is None else [begin]
+    if length <= len(before):
+        raise ValueError(f"rows of {length} tokens hold no text: raise the length")
     row: list[tuple[int, int, int]] = []
     segment = 0
     for document in documents:
-        segment, position = segment + 1, 0
-        for token in (*document, end):
+        tokens, done = [*document, end], 0
+        while done < len(tokens):
+            room = length - len(row) - len(before)
+            if room > 0:
+                segment += 1
+                part = [*before, *tokens[done : done + room]]
+                row += [(token, segment, position) for position, token in enumerate(part)]
+                done += room
+            else:
+                row += [(end, 0, 0)] * (length - len(row))
             if len(row) == length:
                 yield _row(row)
-                row, segment, position = [], 1, 0
-            row.append((token, segment, position))
-            position += 1
+                row, segment = [], 0
     if row:
         yield _row(row + [(end, 0, 0)] * (length - len(row)))
 

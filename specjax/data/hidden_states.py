@@ -106,5 +106,6 @@ def hidden_states(
     out = model.apply(params, tokens_BT, positions_BT, None, taps=taps, logits="none")
     if taps and out.taps is None:
         raise ValueError(f"{model} gives no hidden states to train a drafter from")
-    taps_BTMD = out.hidden[:, :, None][:, :, :0] if out.taps is None else out.taps
+    none_BTMD = jnp.zeros((*tokens_BT.shape, 0, out.hidden.shape[-1]))
+    taps_BTMD = none_BTMD if out.taps is None else out.taps
     return taps_BTMD.astype(jnp.bfloat16), out.hidden.astype(jnp.bfloat16)

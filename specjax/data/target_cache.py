@@ -335,8 +335,8 @@ def collate(samples: Sequence[Any], length: int | None = None) -> Any:
     """One batch [B, T, ...], padded at the end with zeros (False in the mask).
 
     Args:
-      samples: NamedTuples of one kind, `Sample` or `TokenSequence`; what is longer than
-        `length` is cut off.
+      samples: NamedTuples of one kind, `Sample`, `TokenSequence` or `PackedRow`; what is
+        longer than `length` is cut off.
       length: T; None takes the longest sample's.
 
     Raises:

@@ -53,6 +53,9 @@ class MTPConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            if type(getattr(self, name)) not in kinds:
+                raise ValueError(f"{name} must be {kinds[0].__name__}, got {getattr(self, name)!r}")
         if self.depth < 1 or self.tap < 0:
             raise ValueError(f"depth must be at least 1 and tap a layer, got {self}")
         for name, known in _CHOICES.items():
@@ -67,6 +70,12 @@ class MTPConfig:
         return self.draft_vocab_size or self.block.vocab_size
 
 
+_KINDS = {
+    "depth": (int,),
+    "tap": (int,),
+    "shared_module": (bool,),
+    "draft_vocab_size": (int, type(None)),
+}
 _CHOICES = {
     "hidden_source": ("chain", "pinned"),
     "hidden_norm": ("pre", "post"),

@@ -19,6 +19,7 @@ from specjax.checkpoints.head import load_head
 from specjax.checkpoints.targets import load_target, save_target, told_config
 from specjax.data.corpus import (
     PackedRow,
+    begin_token,
     find_documents,
     pack,
     read_documents,
@@ -87,6 +88,8 @@ def make_plan(config: ConfigDict, workdir: Path) -> Plan:
     if config.corpus and any(config[name] for name in _TEXTS):
         raise ValueError(f"give config.corpus, or one of {', '.join(_TEXTS)}, not both")
     check_place(workdir / "drafter", replace=True)
+    if config.algorithm == "none" and config.start:
+        raise ValueError("config.start names a drafter, and algorithm='none' trains none")
     if config.train_target:
         check_place(workdir / "target", replace=True, kind="target")
         return _joint(config, workdir)
@@ -188,9 +191,10 @@ def _given(config: ConfigDict, target: Target) -> list[TokenSequence]:
     named = config.texts or config.prompts or config.dataset
     texts = given_texts(config, target) if named else None
     if texts is None:
+        cache = "" if config.train_target else "config.cache, "
         raise ValueError(
-            "nothing to train on: set config.cache, config.texts or config.corpus, or "
-            "config.answers='given' with config.prompts or config.dataset"
+            f"nothing to train on: set {cache}config.texts or config.corpus, or "
+            f"config.answers='given' with config.prompts or config.dataset"
         )
     return texts
 
@@ -259,7 +263,7 @@ def _tokenizer(config: ConfigDict, texts: list[str], workdir: Path) -> Any:
 def corpus_rows(
     config: ConfigDict, texts: Sequence[str], target: Target, *, apart: bool
 ) -> list[PackedRow]:
-    """Documents, shuffled and packed; `apart`, one a row.
+    """Documents, shuffled and packed; `apart`, no two in a row.
 
     Raises:
       ValueError: a target without tokeniser or end token.
@@ -271,10 +275,10 @@ def corpus_rows(
     # A special token that a document spells out is text like any other.
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = (tokenizer(texts[i], **plain)["input_ids"] for i in order)
-    end, length = target.stop_ids[0], config.training.max_len
+    options = target.stop_ids[0], config.training.max_len, begin_token(tokenizer)
     if apart:
-        return [row for document in ids for row in pack([document], end, length)]
-    return list(pack(ids, end, length))
+        return [row for document in ids for row in pack([document], *options)]
+    return list(pack(ids, *options))
 
 
 def new_target(sizes: ConfigDict, tokenizer: Any, *, seed: int) -> Target:
@@ -300,7 +304,10 @@ def new_target(sizes: ConfigDict, tokenizer: Any, *, seed: int) -> Target:
 
 
 def _compute_dtype(config: ConfigDict) -> str:
-    return resolve_dtype(config.compute_dtype)
+    try:
+        return resolve_dtype(config.compute_dtype)
+    except ValueError as error:
+        raise ValueError(f"config.compute_dtype: {error}") from error
 
 
 def _drafter(
@@ -324,14 +331,11 @@ def _drafter(
 
 def _mtp(config: ConfigDict, target: Target, texts: Sequence[Any]) -> tuple[MTP, PyTree]:
     if config.start:
-        return _start(config, target, MTP)
+        model, params = _start(config, target, MTP)
+        _check_depth(model.config.depth, texts, config.training.max_len)
+        return model, params
     options = dict(config.mtp)
-    if options["depth"] > config.training.max_len - 2:
-        raise ValueError(
-            f"module {options['depth']} has nothing to learn from texts of up to "
-            f"{config.training.max_len} tokens: reduce config.mtp.depth, or raise "
-            f"config.training.max_len"
-        )
+    _check_depth(options["depth"], texts, config.training.max_len)
     return init_mtp(
         target,
         jax.random.key(config.seed + 1),
@@ -339,6 +343,15 @@ def _mtp(config: ConfigDict, target: Target, texts: Sequence[Any]) -> tuple[MTP,
         dtype="float32",
         **options,
     )
+
+
+def _check_depth(depth: int, texts: Sequence[Any], max_len: int) -> None:
+    longest = min(max(len(text.tokens_T) for text in texts), max_len)
+    if depth > longest - 2:
+        raise ValueError(
+            f"module {depth} has nothing to learn from texts of up to {longest} tokens: reduce "
+            f"config.mtp.depth, or give longer texts (config.training.max_len is {max_len})"
+        )
 
 
 def _dspark(
@@ -359,7 +372,7 @@ def _dspark(
         target = specjax.load_target(config.target, dtype=config.dtype)
     return init_dspark(
         target,
-        jax.random.key(config.seed),
+        jax.random.key(config.seed + 1),  # a new target has the seed itself
         taps=options.pop("taps") or taps,
         mask_token_id=mask_token_id,
         draft_vocab=draft_vocab,

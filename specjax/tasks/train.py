@@ -55,6 +55,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         "config": values,
         "environment": environment(),
         "training": dataclasses.asdict(settings),
+        "compute_dtype": plan.objective.compute_dtype,
         "held_out": best.losses,
         "best_step": best.step,
         **sizes,

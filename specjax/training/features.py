@@ -69,7 +69,7 @@ class TrainingData(Protocol):
 
 
 class CachedStates:
-    """Those of a target cache, which needs no target.
+    """Sequences with the states that a target cache holds, which needs no target.
 
     The normalizers, for which the target's whole head is run once, are kept beside the
     shards (normalizers.npz), for other runs.
@@ -146,7 +146,7 @@ class CachedStates:
 
 
 class OnlineStates:
-    """Those that the target computes for every batch, of texts alone: nothing to store."""
+    """Texts whose states the target computes for every batch: nothing to store."""
 
     def __init__(self, texts: Sequence[TokenSequence], target: Target, taps: tuple[int, ...]):
         """Takes texts, of `read_texts` or `encode_conversations`.
@@ -158,7 +158,7 @@ class OnlineStates:
         self.texts, self._target, self._taps = texts, target, taps
         self.identity = {
             "samples": len(texts),
-            "texts": digest([text.tokens_T.tolist() for text in texts]),
+            "texts": _digest(texts),
             **target.identity(),
         }
 
@@ -180,15 +180,12 @@ class OnlineStates:
 
 
 class TextAlone:
-    """That of a target which learns too: its states are computed where its gradient is."""
+    """Rows without states, for a target that learns too: its objective computes them."""
 
     def __init__(self, rows: Sequence[PackedRow]):
         """Takes rows of `pack` or `single_rows`."""
         self.texts = rows
-        self.identity = {
-            "rows": len(rows),
-            "texts": digest([row.tokens_T.tolist() for row in rows]),
-        }
+        self.identity = {"rows": len(rows), "texts": _digest(rows)}
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -198,6 +195,11 @@ class TextAlone:
 
     def complete(self, collated: PackedRow) -> Batch:
         return Batch(*map(jnp.asarray, collated))
+
+
+def _digest(texts: Sequence[Any]) -> str:
+    """Of all that sequences hold."""
+    return digest([[array.tolist() for array in text] for text in texts])
 
 
 def _one_document(tokens_BT: Array) -> tuple[Array, Array]:

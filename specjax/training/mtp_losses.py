@@ -141,7 +141,9 @@ def mtp_losses(
         length_BT = length_BT + reached_BT
     cross_entropy_K, distillation_K = jnp.stack(entropies), jnp.stack(distillations)
     decays_K = weights.depth_decay ** jnp.arange(len(logits), dtype=jnp.float32)
-    mixed_K = (1 - weights.distillation) * cross_entropy_K + weights.distillation * distillation_K
+    share = weights.distillation
+    kinds = ((1 - share, cross_entropy_K), (share, distillation_K))
+    mixed_K = sum(part * losses_K for part, losses_K in kinds if part)  # or 0 is differentiated
     modules = jnp.sum(mixed_K * decays_K) / jnp.sum(decays_K)
     return MTPLosses(
         total=weights.at(progress) * modules,

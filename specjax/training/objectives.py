@@ -48,6 +48,11 @@ class Objective(Protocol):
     parts: ClassVar[tuple[str, ...]]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    @property
+    def compute_dtype(self) -> str:
+        """Of the matrix products."""
+        ...
+
     def losses(
         self,
         trained: PyTree,
@@ -66,7 +71,7 @@ class Objective(Protocol):
           progress: part of the run that is done, from 0 to 1.
 
         Returns:
-          Means over positions; "total" is minimised, "weight" is what they were divided by.
+          Means over positions; "total" is minimised, and batches are averaged by "weight".
         """
         ...
 
@@ -81,7 +86,7 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DSparkObjective:
-    """A DSpark drafter's losses, at anchors that are drawn.
+    """A DSpark drafter's losses, at anchors that are drawn, of rows that hold a document each.
 
     Attributes:
       model: the drafter; `trained` holds its own parameters, and `fixed` is `Fixed`.

@@ -1,4 +1,4 @@
-"""The optimiser of drafter training, as DeepSpec configures it."""
+"""The optimiser of training, which DeepSpec configures so for drafters."""
 
 import math
 

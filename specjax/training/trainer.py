@@ -169,8 +169,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Trains to the last step, or to `until`; keeps the best and the last checkpoint.
 
-        Interrupted with Ctrl-C, it ends the step and saves where it is; a second one ends it at
-        once.
+        Interrupted with Ctrl-C, it ends the step and saves where it is; a second one does not
+        wait for the step.
 
         Args:
           directory: of checkpoints and logs (JSON lines, and TensorBoard if installed).
@@ -196,6 +196,7 @@ class Trainer:
             manager = stack.enter_context(self._checkpoints(directory))
             batches = self._batches()
             seconds = self._restore(manager, batches)
+            position = batches.get_state()
             rows, length = self._settings.batch_size, self._settings.max_len
             anchors = rows * self._objective.anchors(length)
             log = _Log(directory, anchors, rows * length, seconds)
@@ -207,7 +208,7 @@ class Trainer:
                     self.state, losses = self._step(
                         self.state, self._fixed, self._data.complete(batch)
                     )
-                    step += 1
+                    step, position = step + 1, batches.get_state()
                     if step % log_every == 0 or step == last:
                         on_step(step, log.write(step, "train", losses))
                     else:
@@ -215,13 +216,13 @@ class Trainer:
                     if step % eval_every == 0 or step == last:
                         log.write(step, "held_out", self.evaluate())
                     if step % save_every == 0 and step < last:
-                        self._save(manager, batches, log.seconds)
+                        self._save(manager, position, log.seconds)
                         done = step
                     if interrupts:
                         break
             finally:
                 if int(self.state.step) > done:
-                    self._save(manager, batches, log.seconds)
+                    self._save(manager, position, log.seconds)
         return _plain_losses(self.evaluate())
 
     def last_step(self, directory: Path) -> int:
@@ -275,14 +276,14 @@ class Trainer:
         batched = data.batch(self._settings.batch_size, batch_fn=batch)
         return iter(batched.to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
-    def _save(self, manager: ocp.CheckpointManager, batches: Any, seconds: float) -> None:
+    def _save(self, manager: ocp.CheckpointManager, position: Any, seconds: float) -> None:
         step = int(self.state.step)
         if manager.latest_step() == step:
             return
         metrics = _plain_losses(self.evaluate())
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(self.state._asdict()),
-            data=ocp.args.JsonSave({"batches": batches.get_state(), "seconds": seconds}),
+            data=ocp.args.JsonSave({"batches": position, "seconds": seconds}),
             settings=ocp.args.JsonSave(self._identity()),
         )
         manager.save(step, metrics=metrics, args=args)

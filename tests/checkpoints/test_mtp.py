@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -145,7 +146,8 @@ def test_modules_of_another_target_are_refused_unless_told(tmp_path):
         ({"draft_vocab_size": 4}, "missing tensors: draft_ids"),
         ({"gate": "open"}, "has the unknown 'gate': .*another version"),
         ({"block": 3}, "has 3 for a mapping"),
-        ({"block": {}}, "makes no modules: 'rope'"),
+        ({"block": {}}, "has no 'activation', no 'architecture', "),
+        ({"target_fingerprint": None}, "no target_fingerprint"),
         ({"architectures": ["MTPModel"]}, "'MTPModel', which is not a drafter.*SpecjaxMTPModel"),
     ],
     ids=str,
@@ -166,8 +168,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path, changes, message):
         ({"tied_head": "no"}, "has tied_head='no'"),
         ({"activation": "relu"}, "has activation='relu'"),
         ({"window": True}, "has window=True"),
-        ({"rope": {"kind": "yarn"}}, "has kind='yarn'"),
-        ({"rope": {"base": 2.0}}, "has the unknown 'base'"),
+        ({"rope": {"kind": "yarn"}}, "kind='yarn'"),
+        ({"rope": {"base": 2.0}}, "the unknown 'base'"),
         ({"sliding": {}}, "has sliding={}"),
         ({"num_kv_heads": 3}, "makes no modules: .*multiple of num_kv_heads"),
         ({"norm_eps": float("nan")}, "makes no modules: .*finite"),
@@ -199,6 +201,32 @@ def test_damaged_tensors_are_refused(tmp_path, ids):
     edit_tensors(tmp_path / "mtp", **{"module_0.projection.weight": broken})
     with pytest.raises(CheckpointError, match=r"module_0\.projection\.weight holds NaN"):
         load_drafter(tmp_path / "mtp", target)
+
+
+def test_options_of_layers_that_are_missing_are_not_guessed(tmp_path):
+    """Mistral's layers without their window would see everything."""
+    target, _, _ = save(tmp_path / "mtp", "mistral", depth=1)
+    block = read_config(tmp_path / "mtp")["block"]
+    for part, name in ((block, "window"), (block["rope"], "theta")):
+        value = part.pop(name)
+        edit(tmp_path / "mtp", block=block)
+        with pytest.raises(CheckpointError, match=f"has no '{name}': the file is damaged"):
+            load_drafter(tmp_path / "mtp", target)
+        part[name] = value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": True}, "depth must be int, got True"),
+        ({"tap": False}, "tap must be int, got False"),
+        ({"draft_vocab_size": True}, "draft_vocab_size must be int, got True"),
+    ],
+    ids=str,
+)
+def test_what_could_not_be_read_again_is_no_option(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(made(depth=2)[1].config, **changes)
 
 
 def test_what_cannot_be_saved_is_named(tmp_path):
@@ -357,11 +385,7 @@ def test_layers_are_the_modules_with_their_arrays(tmp_path, depth, copies):
     jax.tree.map(equal, drafter.params, jax.tree.map(jnp.asarray, params))
     tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8) * 5
     inputs = (tokens, target.forward(tokens).hidden, jnp.tile(jnp.arange(8), (2, 1)))
-    seen, wanted = (
-        call(part, "forward", own, *inputs)
-        for part, own in ((drafter.model, drafter.params), (model, params))
-    )
-    np.testing.assert_array_equal(seen, wanted)
+    seen = call(drafter.model, "forward", drafter.params, *inputs)
     logits = np.asarray(call(drafter.model, "head_logits", drafter.params, seen))
     head = np.asarray(target.params["lm_head"]["weight"])
     np.testing.assert_allclose(logits, np.asarray(seen) @ head.T, rtol=1e-4, atol=1e-4)
@@ -434,9 +458,9 @@ def test_a_target_without_its_mtp_layers(tmp_path):
 def test_copies_must_be_the_targets(tmp_path):
     write_layers(tmp_path / "model", 1)
     other = np.ones((96, 32), np.float32)
-    for name, part in (("shared_head.head", "lm_head"), ("embed_tokens", "embed")):
+    for name in ("shared_head.head", "embed_tokens"):
         edit_tensors(tmp_path / "model", **{f"model.layers.3.{name}.weight": other})
-        message = rf"model\.layers\.3\.{name}\.weight is not .*llama_untied's {part}, which would"
+        message = rf"model\.layers\.3\.{name}\.weight is not .*llama_untied's, which would"
         with pytest.raises(CheckpointError, match=message):
             load_drafter(tmp_path / "model", golden())
     drafter = load_drafter(tmp_path / "model", golden(), any_target=True)
@@ -447,8 +471,28 @@ def test_copies_must_be_the_targets(tmp_path):
     edit_tensors(tmp_path / "model", **nones)
     load_drafter(tmp_path / "model", golden())
     changed = {**golden().params, "embed": {"weight": golden().params["embed"]["weight"] * 2}}
-    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight is not .* embed"):
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight is not"):
         load_drafter(tmp_path / "model", dataclasses.replace(golden(), params=changed))
+
+
+@pytest.mark.parametrize("name", ["lm_head", "layers.2.mlp.up_proj"])
+def test_layers_of_another_model_are_refused(tmp_path, name):
+    """A fine-tuned model's, with the same embedding."""
+    write_layers(tmp_path / "model", 1, copies=False)
+    name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
+    stored = safetensors.numpy.load_file(tmp_path / "model/model.safetensors")
+    edit_tensors(tmp_path / "model", **{name: stored[name] * 2})
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is not .*llama_untied's"):
+        load_drafter(tmp_path / "model", golden())
+    load_drafter(tmp_path / "model", golden(), any_target=True)
+
+
+def test_tensors_without_parameters_do_no_harm(tmp_path):
+    write_layers(tmp_path / "model", 1)
+    frequencies = np.ones(4, np.float32)
+    name = "model.layers.3.self_attn.rotary_emb.inv_freq"
+    edit_tensors(tmp_path / "model", **{name: frequencies})
+    load_drafter(tmp_path / "model", load_target(tmp_path / "model", dtype="float32"))
 
 
 def test_copies_equal_a_target_in_bfloat16(tmp_path):

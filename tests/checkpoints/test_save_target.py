@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import transformers
 
 from specjax.checkpoints import load_drafter, load_target, save_drafter, save_target
 from specjax.checkpoints.architectures import get_architecture
@@ -55,6 +56,9 @@ def test_a_target_is_the_same_again(family, tmp_path):
     assert written["eos_token_id"] == [5, 7]
     stored = safetensors.numpy.load_file(tmp_path / "a" / "model" / "model.safetensors")
     assert stored.keys() == given.tensors.keys()
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "a" / "model")
+    assert theirs.model_type == given.config["model_type"]
+    assert theirs.num_hidden_layers == target.model.config.num_layers
     for name, array in stored.items():
         np.testing.assert_allclose(array, given.tensors[name], rtol=0, atol=2**-24)
 
@@ -200,5 +204,5 @@ def test_only_targets_that_specjax_wrote_are_replaced(tmp_path):
     (tmp_path / "theirs" / "config_hub.json").unlink()
     (folder / "notes.txt").write_text("mine")
     for path in (folder, tmp_path / "theirs"):
-        with pytest.raises(ValueError, match="is no target's that specjax wrote"):
+        with pytest.raises(ValueError, match="is no target that specjax wrote"):
             save_target(path, target, replace=True)

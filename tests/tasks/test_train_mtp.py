@@ -74,7 +74,15 @@ def test_a_new_target_with_modules_and_the_same_without(get_config, corpus, tmp_
     tuned, _ = decodes_like_its_target(tmp_path / "joint")
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), tuned.params, target.params)
     assert all(jax.tree.leaves(moved))
-    # Without modules: the first loss is the same, and no drafter is written.
+    # Without modules: the same start and the same rows, and no drafter is written.
+    both = [
+        make_plan(get_config("mtp", **SMALL | corpus, algorithm=name), tmp_path / "plan")
+        for name in ("mtp", "none")
+    ]
+    first, second = (plan.trained["target"] for plan in both)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    first, second = (plan.data.texts for plan in both)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
     train.run(get_config("mtp", **SMALL | corpus, algorithm="none"), tmp_path / "without")
     assert not (tmp_path / "without/drafter").exists()
     specjax.load_target(str(tmp_path / "without/target"), dtype="float32")

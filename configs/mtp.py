@@ -5,8 +5,9 @@
 `scratch` trains a small new target together with its modules, on the Python standard library's
 own sources or on --config.corpus. `frozen` (stage 1) trains modules for a target that stays as
 it is, on --config.cache or texts as configs/train.py; `joint` (stage 2) goes on with both, from
---config.start and --config.target. `beside` trains a new target and a DSpark drafter beside it,
-whose gradient stops at the target; its rows hold a document each. `smoke` is a small `scratch`.
+--config.start (without, from new modules) and --config.target. `beside` trains a new target and
+a DSpark drafter beside it, whose gradient stops at the target; its rows hold a document each.
+`smoke` is a small `scratch`.
 """
 
 from ml_collections import ConfigDict

@@ -37,7 +37,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "max_len": 2048,
             "tied_head": True,
         },
-        dtype="auto",  # of the target's weights
+        dtype="auto",  # of the target's weights; of one that learns, float32
         mask_token_id=config_dict.placeholder(int),  # None takes the cache's, or chooses one
         start="",  # a drafter to go on from, whose options then hold (but for block_size)
         any_target=False,  # whether that drafter may have been trained for another target

@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = held_out_prompts(workdirs["with"], arguments.num_prompts)
     half = len(prompts) // 2
     sets = {"choose": prompts[:half], "measure": prompts[half:]}
-    contenders = {str(n): Contender("mtp", drafter, n) for n in DRAFT_LENS}
+    draft_lens = DRAFT_LENS[:2] if arguments.smoke else DRAFT_LENS
+    contenders = {str(n): Contender("mtp", drafter, n) for n in draft_lens}
     greedy = {"greedy": 0.0}
     count = arguments.max_new_tokens
     compared = compare_all(target, contenders, sets, count, "float32", greedy)["greedy"]

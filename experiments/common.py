@@ -1,12 +1,14 @@
 """What the experiments share: arguments, provenance, timing of a round's parts, figures."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,17 @@ def _output_path(text: str) -> Path:
 def provenance() -> dict[str, Any]:
     """The command and the environment of a result."""
     return {"command": shlex.join(sys.argv), "environment": environment()}
+
+
+@contextlib.contextmanager
+def explained(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Ends the program with a message for what a run that trains raises, or on Ctrl-C."""
+    try:
+        yield
+    except (ValueError, subprocess.CalledProcessError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit("Stopped: the same command goes on.")
 
 
 def read_log(workdir: Path) -> list[dict[str, Any]]:

@@ -16,16 +16,14 @@ drafter_quality.py. Without --prompts they are beginnings of held-out rows.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from common import argument_parser, provenance, read_log, save_figure
+from common import argument_parser, explained, provenance, read_log, save_figure
 from drafter_quality import Contender, draw, load_contender, measure, read_learning_curve, tables
-from mtp_from_scratch import STOPPED, held_out_prompts, train
+from mtp_from_scratch import held_out_prompts, train
 
 import specjax
 from specjax.api import encode_prompts
@@ -87,17 +85,13 @@ def main() -> None:
     if arguments.smoke:
         arguments.num_prompts, arguments.max_new_tokens, arguments.minutes = 2, 8, 0
     enable_compilation_cache("auto")
-    try:
+    with explained(parser):
         if arguments.prompts:
             find_prompt_files(arguments.prompts)  # before the training
         steps = {name: train_drafter(name, arguments) for name in DRAFTERS}
         if arguments.train_only:
             return
         result = run(arguments, steps)
-    except (ValueError, subprocess.CalledProcessError) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        sys.exit(STOPPED)
     write_json(arguments.out, result)
     print(tables(result))
     save_figure(arguments.out.with_suffix(".png"), (15, 12.6), partial(draw, result))

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import argument_parser, held_out_entries, provenance, save_figure
+from common import argument_parser, explained, held_out_entries, provenance, save_figure
 from drafter_quality import Contender, compare_all
 from ml_collections import ConfigDict
 
@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[1]
 ALGORITHMS = {"with": "mtp", "without": "none"}
 DRAFT_LENS = (1, 2, 3, 4, 5, 6)
 PROMPT_TOKENS = 64
-STOPPED = "Stopped: the same command goes on."
 
 
 def main() -> None:
@@ -49,12 +48,8 @@ def main() -> None:
     if arguments.num_prompts < 2:
         parser.error("--num-prompts must be at least 2: some to choose with, some to measure")
     enable_compilation_cache("auto")
-    try:
+    with explained(parser):
         result = run(arguments)
-    except (ValueError, subprocess.CalledProcessError) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        sys.exit(STOPPED)
     write_json(arguments.out, result)
     print(_table(result))
     save_figure(arguments.out.with_suffix(".png"), (15, 4.2), partial(_draw, result))

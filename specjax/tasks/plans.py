@@ -149,7 +149,7 @@ def _joint(config: ConfigDict, workdir: Path) -> Plan:
     if config.algorithm != "none":
         objective, params = _drafter(config, target, rows)
         own, fixed = split_params(params)
-        fixed = {name: part for name, part in fixed.items() if name == "draft_ids"}
+        fixed = drafters_own(fixed)
     joint = JointObjective(target.model, objective, _compute_dtype(config))
 
     def save(trained: PyTree) -> dict[str, Path]:

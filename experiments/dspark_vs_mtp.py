@@ -42,7 +42,7 @@ DSPARK: dict[str, Any] = {
     "losses.soft_cross_entropy": 1.0,
 }
 FLASH = {"drafter.markov_rank": 0, "drafter.confidence_with_markov": False}
-MTP_LOSSES = {"mtp_losses.modules": 1.0, "mtp_losses.distillation": 1.0}
+MTP_LOSSES = {"mtp_losses.scale": 1.0, "mtp_losses.distillation": 1.0}
 # What each changes of configs/train.py, and how many tokens it drafts.
 DRAFTERS: dict[str, tuple[dict[str, Any], int]] = {
     "dspark": (DSPARK, 4),

@@ -12,5 +12,6 @@ def get_config(variant: str = "") -> ConfigDict:
         dtype="bfloat16",  # of the weights in the file: bfloat16 or float32
         drafter="smollm2-135m-dspark" if variant == "smoke" else "",  # a name or a directory
         candidates=config_dict.placeholder(int),  # of the sequential head, for specjax; 0 is all
+        any_target=False,  # whether the drafter may have been trained for another target
         replace=False,  # whether a drafter that is there already makes place
     )

@@ -33,7 +33,7 @@ def get_config(variant: str = "scratch") -> ConfigDict:
     config.training.update(steps=1000, learning_rate=2e-3, max_len=256, held_out=64)
     if variant == "frozen":
         config.mtp.draft_vocab = 8192
-        config.mtp_losses.update(modules=1.0, distillation=1.0)
+        config.mtp_losses.update(scale=1.0, distillation=1.0)
         config.training.update(steps=4000, held_out=128)
     if variant == "joint":
         config.training.update(learning_rate=2e-5)

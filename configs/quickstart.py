@@ -9,19 +9,19 @@ def get_config(variant: str = "") -> ConfigDict:
     smoke = variant == "smoke"
     return config_dict.create(
         task="generate",
-        target="smollm2-135m",  # a known name, a Hugging Face directory or a .gguf file
+        target="smollm2-135m",  # a known name, a Hugging Face directory or hub id, or a .gguf file
         dtype="auto",  # of the weights: auto, float32 or bfloat16
-        # A name, or the directory of a DSpark or DFlash checkpoint.
+        # A name (README, "Drafters"), a directory or a hub id.
         drafter="prompt_lookup+smollm2-135m-dspark",
         candidates=config_dict.placeholder(int),  # of DSpark's sequential head; 0 is all
-        any_target=False,  # whether a DSpark drafter may have been trained for another target
+        any_target=False,  # whether the drafter may have been trained for another target
         prompts=("rewrite",) if smoke else ("mathematics", "code", "chat", "rewrite"),
         chat=True,  # whether prompts go through the target's chat template
         max_new_tokens=16 if smoke else 128,
         temperature=0.0,  # 0 is greedy
         seed=0,
-        draft_len=7,  # γ, tokens drafted a round
-        acceptance="rejection",
+        draft_len=config_dict.placeholder(int),  # γ, tokens drafted a round; None suits the drafter
+        acceptance="rejection",  # or coupled: sampled output equals plain sampling of the same seed
         policy="full",  # how many drafts to verify: full or threshold:T
         check="float32",  # of identical output: float32, gap or none
         gap_tolerance=0.5,  # in logits, for the check "gap"

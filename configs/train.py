@@ -16,7 +16,7 @@ def get_config(variant: str = "") -> ConfigDict:
         algorithm="dspark",  # dspark, mtp, or none (with train_target)
         train_target=False,  # the target learns too, and its drafter beside it
         cache="",  # a target cache; "" is online, for which the next lines say what to read
-        texts="",  # token ids (texts.npz) that configs/cache.py made
+        texts="",  # token ids that configs/cache.py made: texts.npz, or a glob of such files
         prompts="",  # conversations with answers: JSON-lines files (a glob),
         dataset="",  # or a data set of the package `datasets` (a hub name or a folder)
         dataset_subset=config_dict.placeholder(str),
@@ -39,19 +39,19 @@ def get_config(variant: str = "") -> ConfigDict:
         },
         dtype="auto",  # of the target's weights; of one that learns, float32
         mask_token_id=config_dict.placeholder(int),  # None takes the cache's, or chooses one
-        start="",  # a drafter to go on from, whose options then hold (but for block_size)
+        start="",  # a drafter to go on from, whose options then hold
         any_target=False,  # whether that drafter may have been trained for another target
         drafter={  # DSpark
             "num_layers": 1 if smoke else 2,
-            "taps": (),  # target layers whose outputs are seen; () takes all that the cache has
+            "taps": (),  # target layers seen, from 0 (-1: the embedding); () is all of the cache
             "layers_from": (),  # target layers whose weights the draft layers start with
-            "block_size": 7,  # γ, the longest draft
-            "markov_rank": 8 if smoke else 64,  # of the sequential head; 0 is DFlash
+            "block_size": config_dict.placeholder(int),  # γ; None is 7, or that of `start`
+            "markov_rank": 8 if smoke else 64,  # of the sequential head; 0 is none: DFlash
             "markov_head": "vanilla",  # vanilla, gated or rnn
             "confidence_head": True,
-            "confidence_with_markov": True,
+            "confidence_with_markov": True,  # it sees the token before, as the sequential head
             "draft_vocab": 256 if smoke else 12_288,  # the cache's most frequent tokens; 0 is all
-            "candidates": 32 if smoke else 64,  # of the sequential head at each position
+            "candidates": 32 if smoke else 64,  # of the sequential head at each position; 0 is all
         },
         mtp={
             "depth": 1,  # D, modules: how many tokens ahead of the target they predict
@@ -62,8 +62,8 @@ def get_config(variant: str = "") -> ConfigDict:
             "draft_vocab": 0,  # most frequent tokens that may be drafted; 0 is all
         },
         mtp_losses={
-            "modules": 0.3,  # λ
-            "modules_late": config_dict.placeholder(float),  # λ after `late`; None leaves it
+            "scale": 0.3,  # λ
+            "late_scale": config_dict.placeholder(float),  # λ after `late`; None leaves it
             "late": 0.67,  # part of the steps
             "depth_decay": 1.0,  # β; module k counts β^(k-1)
             "distillation": 0.0,  # part of the loss that is to the target's distribution
@@ -81,15 +81,15 @@ def get_config(variant: str = "") -> ConfigDict:
             "accumulation": 1,  # parts that a batch is run in
             "max_len": 64 if smoke else 384,  # longer sequences are cut off
             "learning_rate": 1e-3,
-            "warmup_ratio": 0.04,
+            "warmup_ratio": 0.04,  # part of the steps; then a cosine to 0
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
             "held_out": 2 if smoke else 32,  # sequences for evaluation
         },
         num_anchors=16 if smoke else 64,  # blocks of each sequence, for DSpark
         compute_dtype="auto",  # of the products: auto, float32 or bfloat16
-        eval_every=5 if smoke else 200,
-        save_every=5 if smoke else 200,
+        eval_every=5 if smoke else 200,  # steps between evaluations on the held-out sequences
+        save_every=5 if smoke else 200,  # steps between checkpoints; the last and the best stay
         seed=0,
         compilation_cache="auto",  # a folder, auto or off
     )

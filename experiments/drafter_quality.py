@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import (
     Timed,
     acceptances_of,
@@ -69,12 +70,18 @@ class Claim:
 
     drafters: tuple[str, ...]
     holds: Callable[[Values], bool]
+    metrics: tuple[str, ...] = METRICS
+
+
+def _dspark_beats_dflash(values: Values) -> bool:
+    """On every file."""
+    return all(values["dspark"][file] > values["dflash"][file] for file in values["dspark"])
 
 
 CLAIMS = {
-    "dspark_beats_dflash_on_every_file": Claim(
-        ("dspark", "dflash"),
-        lambda v: all(v["dspark"][file] > v["dflash"][file] for file in v["dspark"]),
+    "dspark_beats_dflash_on_every_file": Claim(("dspark", "dflash"), _dspark_beats_dflash),
+    "dspark_beats_dflash_at_later_positions": Claim(
+        ("dspark", "dflash"), _dspark_beats_dflash, ("later_acceptance",)
     ),
     "dspark_beats_prompt_lookup_on_average": Claim(
         ("dspark", "prompt_lookup"),
@@ -276,8 +283,8 @@ def measure_costs(
 def judge_claims(drafters: Mapping[str, Any]) -> dict[str, Any]:
     """Which claims hold, of those whose drafters are all there.
 
-    "holds" is by accepted length, greedy; beside it the same for each kind of sampling and
-    either metric, with the numbers of each drafter and file.
+    "holds" is by the claim's first metric, greedy; beside it the same for each kind of sampling
+    and each metric, with the numbers of each drafter and file.
     """
     judged = {}
     for name, claim in CLAIMS.items():
@@ -285,7 +292,7 @@ def judge_claims(drafters: Mapping[str, Any]) -> dict[str, Any]:
             continue
         by_kind: dict[str, Any] = {mode: {} for mode in TEMPERATURES}
         for mode in TEMPERATURES:
-            for metric in METRICS:
+            for metric in claim.metrics:
                 values = {
                     drafter: {
                         file: _nan(entry[metric]) for file, entry in drafters[drafter][mode].items()
@@ -293,7 +300,7 @@ def judge_claims(drafters: Mapping[str, Any]) -> dict[str, Any]:
                     for drafter in claim.drafters
                 }
                 by_kind[mode][metric] = {"holds": claim.holds(values), "values": values}
-        judged[name] = {"holds": by_kind["greedy"]["mean_accepted_length"]["holds"], **by_kind}
+        judged[name] = {"holds": by_kind["greedy"][claim.metrics[0]]["holds"], **by_kind}
     return judged
 
 
@@ -342,9 +349,14 @@ def _drafter_entry(
 
 
 def _file_entry(comparison: Comparison) -> dict[str, Any]:
-    ties = comparison.as_run
+    ties, stats = comparison.as_run, comparison.speculative.stats
+    later, reached = (
+        int(np.sum(counts_BG[:, 1:])) for counts_BG in (stats.accepted_BG, stats.reached_BG)
+    )
     return {
         **run_entry(comparison.speculative),
+        # Of the drafts from the second on, those of rounds that accepted all before.
+        "later_acceptance": later / reached if reached else None,
         "speedup": speedup(comparison.autoregressive, comparison.speculative),
         "identical": comparison.identical,
         "as_run": None
@@ -406,20 +418,20 @@ def draw(result: dict[str, Any], figure: Any) -> None:
     """Accepted lengths, speed-ups, costs and learning curves of a result."""
     drafters, curves = result["drafters"], result["learning_curves"]
     colors = {name: f"C{i}" for i, name in enumerate(drafters)}
-    axes = figure.subplots(3 if curves else 2, 3)
-    _draw_bars(axes[0, 0], drafters, "greedy", "mean_accepted_length", colors)
-    _draw_bars(axes[0, 1], drafters, "sampled", "mean_accepted_length", colors)
-    _draw_acceptance(axes[0, 2], drafters, colors)
-    _draw_bars(axes[1, 0], drafters, "greedy", "speedup", colors)
-    _draw_bars(axes[1, 1], drafters, "sampled", "speedup", colors)
-    _draw_costs(axes[1, 2], drafters)
-    if curves:
-        shown = [key for key in CURVES if all(key in curve for curve in curves.values())]
-        for place, key in zip(axes[2], shown, strict=False):
-            _draw_curves(place, curves, colors, key)
-        for place in axes[2, len(shown) :]:
-            place.set_axis_off()
-    handles, labels = axes[0, 0].get_legend_handles_labels()
+    shown = [key for key in CURVES if curves and all(key in curve for curve in curves.values())]
+    grid = figure.add_gridspec(3 if shown else 2, 6)
+    axes = [figure.add_subplot(grid[i // 3, 2 * (i % 3) : 2 * (i % 3) + 2]) for i in range(6)]
+    _draw_bars(axes[0], drafters, "greedy", "mean_accepted_length", colors)
+    _draw_bars(axes[1], drafters, "sampled", "mean_accepted_length", colors)
+    _draw_acceptance(axes[2], drafters, colors)
+    _draw_bars(axes[3], drafters, "greedy", "speedup", colors)
+    _draw_bars(axes[4], drafters, "sampled", "speedup", colors)
+    _draw_costs(axes[5], drafters)
+    for i, key in enumerate(shown):
+        width = 6 // len(shown)
+        place = figure.add_subplot(grid[2, i * width : (i + 1) * width])
+        _draw_curves(place, curves, colors, key)
+    handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
 
 

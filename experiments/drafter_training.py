@@ -11,6 +11,7 @@ writes JSON and a PNG beside it.
 
 import argparse
 import dataclasses
+import math
 import statistics
 import tempfile
 from functools import partial
@@ -22,7 +23,7 @@ import numpy as np
 from common import argument_parser, provenance, read_log, save_figure
 
 import specjax
-from specjax.checkpoints.dtype import resolve_dtype
+from specjax.checkpoints.head import load_head
 from specjax.data.target_cache import TargetCache
 from specjax.drafters.borrowed import language_model_head
 from specjax.drafters.dspark_init import init_dspark
@@ -100,8 +101,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
       ValueError: a cache that cannot be read, of another target, or too small.
     """
-    target = specjax.load_target("smollm2-135m", dtype=resolve_dtype("auto"))
+    target = specjax.load_target("smollm2-135m")
     cache = TargetCache(arguments.cache)
+    head, _ = load_head(arguments.cache)
+    if head.fingerprint() != target.fingerprint():
+        raise ValueError(f"the cache {arguments.cache} is of {head.name}, not of {target.name}")
     steps = 2 if arguments.smoke else arguments.steps
     held_out = 2 if arguments.smoke else TRAINING["held_out"]
     runs = {}
@@ -130,7 +134,7 @@ def train(
 ) -> dict[str, Any]:
     """One run: its learning curve on the held-out sequences, and its speed."""
     options = DRAFTER | drafter
-    vocabulary = frequent_tokens(cache.texts, options.pop("draft_vocab"), 49152)
+    vocabulary = frequent_tokens(cache.texts[:-held_out], options.pop("draft_vocab"), 49152)
     model, params = init_dspark(
         target, jax.random.key(0), draft_vocab=vocabulary, dtype="float32", **options
     )
@@ -145,20 +149,19 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         trainer.run(Path(folder), eval_every=every, save_every=steps + 1, log_every=10)
         log = read_log(Path(folder))
-    seconds = statistics.median(
-        [1 / entry["steps_per_second"] for entry in log if "steps_per_second" in entry] or [0.0]
+    steps_per_second, anchors_per_second = (
+        statistics.median([entry[rate] for entry in log if rate in entry] or [math.nan])
+        for rate in ("steps_per_second", "anchors_per_second")
     )
     held = [entry for entry in log if entry["set"] == "held_out"]
     return {
         "drafter": drafter,
         "training": {name: value for name, value in changes.items() if name != "weights"},
         "losses": dataclasses.asdict(objective.weights),
-        "seconds_per_step": seconds,
-        "anchors_per_second": (
-            settings.batch_size * objective.num_anchors / seconds if seconds else None
-        ),
+        "seconds_per_step": 1 / steps_per_second,
+        "anchors_per_second": anchors_per_second,
         "steps": [entry["step"] for entry in held],
-        "seconds": [entry["step"] * seconds for entry in held],
+        "seconds": [entry["step"] / steps_per_second for entry in held],
         "expected_length": [entry["expected_length"] for entry in held],
         "acceptance_by_position": held[-1]["acceptance_G"],
     }
@@ -184,7 +187,7 @@ def _table(runs: dict[str, Any]) -> str:
             f"{run['expected_length'][-1]:.3f}",
             " ".join(f"{value:.2f}" for value in run["acceptance_by_position"]),
             f"{1000 * run['seconds_per_step']:.0f}",
-            f"{run['anchors_per_second'] or 0:.0f}",
+            f"{run['anchors_per_second']:.0f}",
         ]
         for name, run in runs.items()
     ]

@@ -83,8 +83,8 @@ def generate(
       prompts: strings, lists of chat messages ({"role", "content"}) or lists of token ids.
       max_new_tokens: for all prompts, or for each. A row also ends at the room it has.
       sampling: temperatures and seeds, for all prompts or for each; None is greedy.
-      draft_len: γ, tokens drafted a round; None takes 7, or the drafter's block size if that
-        is less.
+      draft_len: γ, tokens drafted a round; None takes 7, a DSpark drafter's block size if
+        that is less, or the number of MTP modules, if more than 3, and else 3.
       acceptance: "rejection" or "coupled".
       policy: how many drafts to verify: "full", "threshold:T" (those before the first of
         confidence below T), or a policy of your own (specjax.decoding.schedule).
@@ -154,8 +154,8 @@ def stream_text(
       prompt: a string, a list of chat messages or a list of token ids.
       max_new_tokens: as for `generate`, and so are the rest.
       sampling: temperature and seed; None is greedy.
-      draft_len: γ, tokens drafted a round; None takes 7, or the drafter's block size if that
-        is less.
+      draft_len: γ, tokens drafted a round; None takes 7, a DSpark drafter's block size if
+        that is less, or the number of MTP modules, if more than 3, and else 3.
       acceptance: "rejection" or "coupled".
       policy: how many drafts to verify: "full", "threshold:T" (those before the first of
         confidence below T), or a policy of your own (specjax.decoding.schedule).

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and JSON of plain values."""
 
 import contextlib
+import glob
 import hashlib
 import json
 import math
@@ -39,6 +40,12 @@ def cache_folder() -> Path:
     """Ours in the user's cache folder; it need not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "specjax"
+
+
+def matching(pattern: str) -> list[Path]:
+    """The files that a glob matches, sorted; `**` is any depth of folders, `~` one's home."""
+    matches = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
+    return sorted(path for path in matches if path.is_file())
 
 
 def partial_path(path: Path) -> Path:

@@ -1,17 +1,22 @@
 """Experiments run at smoke size and write what they promise."""
 
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import specjax
 from specjax.checkpoints import save_drafter
+from specjax.data.target_cache import TokenSequence
+from specjax.data.texts import save_texts
 from specjax.drafters import init_dspark
 
 ROOT = Path(__file__).parents[1]
@@ -20,11 +25,13 @@ pytestmark = pytest.mark.slow
 
 
 def start(script, *options):
-    command = [sys.executable, f"experiments/{script}", *options]
+    return python(f"experiments/{script}", *options)
+
+
+def python(*command):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # where it is not installed
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 1800}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, **options)
 
 
 def run(script, out, *options):
@@ -81,6 +88,8 @@ def test_drafter_quality(tmp_path, smollm2_gguf):
             assert measured["speedup"] > 0
             assert measured["mean_accepted_length"] >= 1
             assert measured["rounds"] <= measured["tokens"]
+            later = measured["later_acceptance"]
+            assert later is None or 0 <= later <= 1
             for shares in ("acceptance_by_position", "survival_by_position"):
                 assert len(measured[shares]) == drafter["draft_len"]
     assert result["speedup_mean"] == lookup["greedy"]["prompts"]["speedup"]
@@ -96,6 +105,63 @@ def test_drafter_quality(tmp_path, smollm2_gguf):
         "expected_length": [1.2, 1.4],
         "first_acceptance": [1.2 - 1, 1.4 - 1],
     }
+    assert (tmp_path / "result.png").stat().st_size > 0
+
+
+def test_claims_are_judged_file_by_file(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    quality = importlib.import_module("drafter_quality")
+
+    def drafter(lengths, later=0.5):
+        entry = {"speedup": 1.0, "later_acceptance": later}
+        files = {
+            f"file {i}": {**entry, "mean_accepted_length": length}
+            for i, length in enumerate(lengths)
+        }
+        return dict.fromkeys(quality.TEMPERATURES, files)
+
+    def judge(**drafters):
+        return {name: claim["holds"] for name, claim in quality.judge_claims(drafters).items()}
+
+    dspark, lookup = drafter([2.0, 3.0], later=0.6), drafter([1.0, 3.5])
+    assert judge(dspark=dspark, dflash=drafter([1.9, 2.9])) == {
+        "dspark_beats_dflash_on_every_file": True,
+        "dspark_beats_dflash_at_later_positions": True,
+    }
+    assert judge(dspark=dspark, dflash=drafter([1.0, 3.0], later=0.7)) == {
+        "dspark_beats_dflash_on_every_file": False,
+        "dspark_beats_dflash_at_later_positions": False,
+    }
+    for composed, best in (([2.0, 3.5], True), ([2.5, 3.4], False)):
+        assert judge(dspark=dspark, prompt_lookup=lookup, composed=drafter(composed)) == {
+            "dspark_beats_prompt_lookup_on_average": True,
+            "composed_at_least_the_better_on_every_file": best,
+        }
+    assert not any(judge(dspark=drafter([1.0, 1.0]), prompt_lookup=lookup).values())
+
+
+def test_drafter_training(tmp_path, smollm2_gguf):
+    del smollm2_gguf
+    rng = np.random.default_rng(0)
+    mask = np.arange(40) >= 10
+    texts = [TokenSequence(rng.integers(100, 9000, 40, np.int32), mask) for _ in range(6)]
+    save_texts(tmp_path / "texts.npz", texts)
+    options = ["--config.taps=(1, 10, 19, 28)", f"--config.texts={tmp_path / 'texts.npz'}"]
+    made = python(
+        *("-m", "specjax.main", "--config=configs/cache.py", *options, f"--workdir={tmp_path}/data")
+    )
+    assert made.returncode == 0, made.stderr
+    out, cache = tmp_path / "result.json", f"--cache={tmp_path}/data/cache"
+    done = start("drafter_training.py", f"--out={out}", "--smoke", cache, "--only", "block 3")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["sequences"] == 6
+    assert result["greedy_part"] == 0
+    (name, tried), *others = result["runs"].items()
+    assert (name, others) == ("block 3", [])
+    assert tried["steps"] == [1, 2]
+    assert len(tried["acceptance_by_position"]) == 3
+    assert all(1 < length < 4 for length in tried["expected_length"])
     assert (tmp_path / "result.png").stat().st_size > 0
 
 

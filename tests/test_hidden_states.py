@@ -36,24 +36,34 @@ def read(target, sequences, **options):
 
 
 def test_states_are_those_of_a_pass_over_the_text(target, sequences):
-    samples = read(target, sequences)
-    assert len(samples) == len(sequences)
-    given = {sequence.tokens_T.tobytes(): sequence for sequence in sequences}
-    for sample in samples:
-        sequence = given.pop(sample.tokens_T.tobytes())
+    for sample, sequence in zip(read(target, iter(sequences)), sequences, strict=True):
+        np.testing.assert_array_equal(sample.tokens_T, sequence.tokens_T)
         np.testing.assert_array_equal(sample.loss_mask_T, sequence.loss_mask_T)
         out = target.forward(sample.tokens_T[None], taps=TAPS)
         assert sample.taps_TMD.dtype == sample.hidden_TD.dtype == jax.numpy.bfloat16
         close = {"rtol": 1e-2, "atol": 1e-2}
         np.testing.assert_allclose(sample.taps_TMD.astype(np.float32), out.taps[0], **close)
         np.testing.assert_allclose(sample.hidden_TD.astype(np.float32), out.hidden[0], **close)
-    assert not given
 
 
-def test_samples_come_as_batches_fill_up(target, sequences):
-    """Programs of 4 rows of 64 positions, 2 of 128 and 1 of 160, the model's context."""
-    lengths = [len(sample.tokens_T) for sample in read(target, iter(sequences))]
-    assert lengths == [130, 70, 128, 3, 64, 5, 9, 160, 65]
+def compare(left, right):
+    for before, after in zip(left, right, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_hidden_states_of_few_passes_are_held_at_once(target, sequences, monkeypatch):
+    whole, taken = read(target, sequences), []
+
+    def give():
+        for sequence in sequences:
+            taken.append(len(sequence.tokens_T))
+            yield sequence
+
+    monkeypatch.setattr(hidden_states, "_WINDOW", 1)
+    compare(whole, read(target, give()))
+    taken.clear()
+    next(read_samples(target, give(), TAPS, batch_tokens=256))
+    assert sum(taken[:-1]) < 256 <= sum(taken) < sum(LENGTHS)  # read no further
 
 
 def test_a_length_has_one_program(target, sequences, monkeypatch):
@@ -65,8 +75,10 @@ def test_a_length_has_one_program(target, sequences, monkeypatch):
     assert traced.traces() == 3
 
 
+@pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("start", [1, 2, 5, 9, 10])
-def test_reading_goes_on_anywhere(target, sequences, monkeypatch, start):
+def test_reading_goes_on_anywhere(target, sequences, monkeypatch, start, window):
+    monkeypatch.setattr(hidden_states, "_WINDOW", window)
     whole = read(target, sequences)
     passes = []
     read_batch = hidden_states._read_batch
@@ -75,11 +87,11 @@ def test_reading_goes_on_anywhere(target, sequences, monkeypatch, start):
     )
     rest = read(target, sequences, start=start)
     assert len(rest) == max(len(whole) - start, 0)
-    for left, right in zip(whole[start:], rest, strict=True):
-        for before, after in zip(left, right, strict=True):
-            np.testing.assert_array_equal(before, after)
-    # The batches are of 1, 2, 4, 1 and 1 samples.
-    assert len(passes) == {1: 4, 2: 4, 5: 3, 9: 0, 10: 0}[start]
+    compare(whole[start:], rest)
+    # One window has the batches 0, 2, 3, 6; 1, 5; 8; 4; 7. Of three, they are 0, 2, 3; 1; 4, then
+    # 5; 6; 7, then 8.
+    expected = {4: {1: 5, 2: 5, 5: 4, 9: 0, 10: 0}, 1: {1: 7, 2: 6, 5: 4, 9: 0, 10: 0}}
+    assert len(passes) == expected[window][start]
 
 
 def test_long_sequences_are_cut(target, sequences):

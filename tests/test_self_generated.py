@@ -96,6 +96,27 @@ def test_prompts_without_room_for_an_answer_are_left_out(target):
     assert len(write_answers(target, [*long, "ab"], (-1,), WRITING, batch=0)) == 1
 
 
+def test_processors_act_on_answers(target):
+    greedy = dataclasses.replace(WRITING, temperatures=(0.0,))
+    likeliest = dataclasses.replace(WRITING, temperatures=(0.9,), top_k=1)
+    pairs = zip(
+        *(write_answers(target, TURNS, (-1,), how, batch=0) for how in (greedy, likeliest)),
+        strict=True,
+    )
+    for left, right in pairs:
+        np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
+
+
+def test_processors_go_to_the_sampling():
+    values = {
+        "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3, "presence_penalty": 0.4,
+    }  # fmt: skip
+    sampling = Writing(**values).sampling(0.5, 7)
+    assert {name: getattr(sampling, f"{name}_B") for name in values} == values
+    assert (sampling.temperature_B, sampling.seed_B) == (0.5, 7)
+
+
 def test_impossible_temperatures_are_refused():
     with pytest.raises(ValueError, match="temperature must be at least 0"):
         Writing(temperatures=(0.0, -1.0))
@@ -113,3 +134,8 @@ def test_templates_without_a_place_for_the_user_are_refused(template):
 def test_wrong_settings_are_refused(changes):
     with pytest.raises(ValueError, match="must be at least 1"):
         Writing(**changes)
+
+
+def test_answers_that_would_all_be_dropped_are_refused():
+    with pytest.raises(ValueError, match="no answer of at most 10 tokens"):
+        Writing(answer_tokens=10, min_answer_tokens=11)

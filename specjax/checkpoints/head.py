@@ -66,17 +66,17 @@ def save_head(directory: Path, target: Target, mask_token_id: int) -> None:
     write_json(directory / _CONFIG, about)
 
 
+def has_head(directory: Path) -> bool:
+    """Whether the folder holds them; caches that specjax did not make do not."""
+    return (directory / _CONFIG).is_file()
+
+
 def load_head(directory: Path) -> tuple[TargetHead, int]:
     """A target's embedding and head, and the mask token for drafters.
 
     Raises:
       CheckpointError: files that are missing or damaged.
     """
-    if not (directory / _CONFIG).is_file():
-        raise CheckpointError(
-            f"{directory} has no {_CONFIG}: a cache that specjax did not make holds no head; "
-            f"name the target to train with"
-        )
     about = read_json(directory / _CONFIG)
     try:
         model = TransformerTarget(TransformerConfig.from_plain(about["config"]))

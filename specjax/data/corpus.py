@@ -1,6 +1,5 @@
 """Plain text to train models on: files, a tokeniser, and documents packed into rows."""
 
-import glob
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from jaxtyping import Bool, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specjax.data.target_cache import TokenSequence
+from specjax.files import matching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -47,15 +47,15 @@ def find_documents(pattern: str) -> list[Path]:
       ValueError: no such files.
     """
     if pattern:
-        files = [Path(name) for name in glob.glob(pattern, recursive=True)]
+        files = matching(pattern)
     else:
         library = Path(sysconfig.get_path("stdlib"))
-        files = [
+        files = sorted(
             path
             for path in library.rglob("*.py")
-            if not {"site-packages", "dist-packages"} & set(path.relative_to(library).parts)
-        ]
-    files = sorted(path for path in files if path.is_file())
+            if path.is_file()
+            and not {"site-packages", "dist-packages"} & set(path.relative_to(library).parts)
+        )
     if not files:
         hint = f": of a folder, give its files ({pattern}/**/*)" if Path(pattern).is_dir() else ""
         raise ValueError(f"no file matches {pattern or 'the standard library'!r}{hint}")

@@ -1,7 +1,7 @@
 """A target's hidden states over texts that are given."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -14,6 +14,7 @@ from specjax.decoding.types import PyTree, TargetModel
 from specjax.models.target import Target
 
 _SHORTEST = 64  # positions of the smallest program
+_WINDOW = 4  # passes' worth of tokens whose hidden states are held at once
 
 
 def read_samples(
@@ -27,9 +28,9 @@ def read_samples(
 ) -> Iterator[Sample]:
     """The sequences with the target's hidden states over them, in bfloat16.
 
-    Sequences of about one length share a pass, and all passes of a length one compiled
-    program. Samples come as batches fill up, in an order that depends on the sequences and
-    the sizes alone. What is left without tokens to be learnt is left out.
+    They come in the order of the sequences. Those of about one length, among some that follow
+    one another, share a pass, and all passes of a length one compiled program. What is left
+    without tokens to be learnt is left out.
 
     Args:
       target: the model.
@@ -37,7 +38,7 @@ def read_samples(
       taps: layers whose outputs are kept; at least one.
       max_len: longer sequences are cut; None takes the model's context, which is the limit.
       batch_tokens: tokens of one pass, padding included, where it has several rows.
-      start: samples to leave out at the beginning; no pass is made for whole batches of them.
+      start: samples to leave out at the beginning; no pass is made for most of them.
 
     Raises:
       ValueError: sizes out of range, no taps, a model that does not have them, or token ids
@@ -49,32 +50,46 @@ def read_samples(
             f"max_len and batch_tokens must be at least 1, start at least 0, and taps must name "
             f"a layer; got {max_len}, {batch_tokens}, {start} and {taps}"
         )
-    for length, rows, batch in _batches(sequences, limit, batch_tokens):
-        skipped, start = min(start, len(batch)), max(start - len(batch), 0)
-        if skipped < len(batch):
-            yield from _read_batch(target, batch, taps, (rows, length))[skipped:]
+    for window in _windows(sequences, limit, _WINDOW * batch_tokens):
+        samples: dict[int, Sample] = {}
+        for batch, shape in _batches(window, limit, batch_tokens):
+            if batch[-1] >= start:
+                read = _read_batch(target, [window[index] for index in batch], taps, shape)
+                samples.update(zip(batch, read, strict=True))
+        yield from (samples[index] for index in range(start, len(window)))
+        start = max(start - len(window), 0)
 
 
-def _batches(
-    sequences: Iterable[TokenSequence], max_len: int, batch_tokens: int
-) -> Iterator[tuple[int, int, list[TokenSequence]]]:
-    """Sequences of about one length, with that length and the rows of their program."""
-    waiting: defaultdict[int, list[TokenSequence]] = defaultdict(list)
-
-    def rows(length: int) -> int:
-        return max(batch_tokens // length, 1)
-
+def _windows(
+    sequences: Iterable[TokenSequence], max_len: int, tokens: int
+) -> Iterator[list[TokenSequence]]:
+    """Sequences that follow one another, of at least as many tokens together."""
+    window: list[TokenSequence] = []
+    count = 0
     for tokens_T, mask_T in sequences:
         sequence = TokenSequence(tokens_T[:max_len], mask_T[:max_len])
         if not sequence.loss_mask_T.any():
             continue
-        needed = 1 << (len(sequence.tokens_T) - 1).bit_length()
-        length = min(max(needed, _SHORTEST), max_len)
-        waiting[length].append(sequence)
-        if len(waiting[length]) == rows(length):
-            yield length, rows(length), waiting.pop(length)
-    for length in sorted(waiting):
-        yield length, rows(length), waiting[length]
+        window.append(sequence)
+        count += len(sequence.tokens_T)
+        if count >= tokens:
+            yield window
+            window, count = [], 0
+    yield window
+
+
+def _batches(
+    window: Sequence[TokenSequence], max_len: int, batch_tokens: int
+) -> Iterator[tuple[list[int], tuple[int, int]]]:
+    """Indices, in order, of those that share a pass, and the shape of its program."""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for index, text in enumerate(window):
+        needed = 1 << (len(text.tokens_T) - 1).bit_length()
+        groups[min(max(needed, _SHORTEST), max_len)].append(index)
+    for length, indices in groups.items():
+        rows = max(batch_tokens // length, 1)
+        for i in range(0, len(indices), rows):
+            yield indices[i : i + rows], (rows, length)
 
 
 def _read_batch(

@@ -1,12 +1,12 @@
 """Prompts: built-in ones for a first run, and files of them for evaluation."""
 
-import glob
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from specjax.files import matching
 
 _TEXT = (
     "The old lighthouse stands on a cliff above the harbour. Every evening the keeper climbs "
@@ -63,8 +63,7 @@ def find_prompt_files(pattern: str) -> dict[str, Path]:
             "no prompts given: set config.prompts to a glob of .jsonl files, "
             "for example --config.prompts='prompts/*.jsonl'"
         )
-    matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    paths = [Path(match) for match in matches if os.path.isfile(match)]
+    paths = matching(pattern)
     if not paths:
         raise ValueError(f"no prompt file matches {pattern!r}")
     for path in paths:

@@ -34,7 +34,8 @@ class Writing:
       answer_tokens: the longest answer.
       user_temperature: of the user turns.
       temperatures: of the answers, in turn.
-      top_p: of both.
+      top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty: of both;
+        see `SamplingParams`.
       min_answer_tokens: shorter answers are dropped.
       seed: of everything drawn.
     """
@@ -44,7 +45,12 @@ class Writing:
     answer_tokens: int = 256
     user_temperature: float = 1.0
     temperatures: tuple[float, ...] = (0.0, 0.8)
+    top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     min_answer_tokens: int = 14
     seed: int = 0
 
@@ -54,8 +60,28 @@ class Writing:
                 "batch_size, user_tokens and answer_tokens must be at least 1, and temperatures "
                 f"must hold one; got {self}"
             )
+        if self.min_answer_tokens > self.answer_tokens:
+            raise ValueError(
+                f"no answer of at most {self.answer_tokens} tokens (answer_tokens) has "
+                f"{self.min_answer_tokens} (min_answer_tokens)"
+            )
         for temperature in (self.user_temperature, *self.temperatures):
-            SamplingParams(temperature_B=temperature, top_p_B=self.top_p).rows(1, 1)
+            self.sampling(temperature, 0).rows(1, 1)
+
+    def sampling(
+        self, temperature_B: Float[Array, " B"] | float, seed_B: UInt32[Array, " B"] | int
+    ) -> SamplingParams:
+        """How tokens are drawn at these temperatures."""
+        return SamplingParams(
+            temperature_B=temperature_B,
+            top_k_B=self.top_k,
+            top_p_B=self.top_p,
+            min_p_B=self.min_p,
+            repetition_penalty_B=self.repetition_penalty,
+            frequency_penalty_B=self.frequency_penalty,
+            presence_penalty_B=self.presence_penalty,
+            seed_B=seed_B,
+        )
 
     def seeds(self, batch: int, purpose: int) -> UInt32[Array, " B"]:
         """A seed for each row of a batch; user turns and answers have different ones."""
@@ -124,11 +150,7 @@ def write_user_turns(target: Target, writing: Writing, batch: int) -> list[str]:
       ValueError: no tokeniser or chat template.
     """
     prefix = user_prefix(target)
-    sampling = SamplingParams(
-        temperature_B=writing.user_temperature,
-        top_p_B=writing.top_p,
-        seed_B=writing.seeds(batch, purpose=0),
-    )
+    sampling = writing.sampling(writing.user_temperature, writing.seeds(batch, purpose=0))
     written = _write(
         target,
         [prefix] * writing.batch_size,
@@ -179,10 +201,8 @@ def write_answers(
         writing.temperatures[(start + row) % len(writing.temperatures)]
         for row in range(len(prompts))
     ]
-    sampling = SamplingParams(
-        temperature_B=jnp.array(temperatures, jnp.float32),
-        top_p_B=writing.top_p,
-        seed_B=writing.seeds(batch, purpose=1)[: len(prompts)],
+    sampling = writing.sampling(
+        jnp.array(temperatures, jnp.float32), writing.seeds(batch, purpose=1)[: len(prompts)]
     )
     # Prompts of about one length share a program.
     longest = -(-max(map(len, prompts)) // 32) * 32

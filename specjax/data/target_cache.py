@@ -71,6 +71,23 @@ def cache_bytes(tokens: int, samples: int, num_taps: int, width: int) -> int:
     return tokens * (4 + 1 + 1 + _HIDDEN.itemsize * width * (num_taps + 1)) + samples * _RECORD.size
 
 
+def is_complete(directory: Path, made_with: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a complete cache that was made with these values.
+
+    Raises:
+      CacheError: it holds a complete cache that was made with others.
+    """
+    if not (directory / _MANIFEST).exists():
+        return False
+    found = changes(_read_manifest(directory).get("made_with", {}), plain(dict(made_with)))
+    if found:
+        raise CacheError(
+            f"{directory} holds a complete cache made with another {'; '.join(found)}: give "
+            f"another folder"
+        )
+    return True
+
+
 class CacheWriter:
     """Writes a cache, shard by shard; what is finished survives whatever happens.
 
@@ -116,6 +133,11 @@ class CacheWriter:
     @property
     def cursor(self) -> int:
         return self._shards[-1]["cursor"] if self._shards else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of finished shards."""
+        return sum(shard["bytes"] for shard in self._shards)
 
     @property
     def num_samples(self) -> int:

@@ -1,4 +1,4 @@
-"""Token ids on disk: training texts without hidden states, a few megabytes a million tokens."""
+"""Token ids on disk: training texts without hidden states, about a megabyte a million tokens."""
 
 import zipfile
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from specjax.data.target_cache import TokenSequence
-from specjax.files import replacing
+from specjax.files import digest, replacing
 
 
 def save_texts(path: Path, texts: Sequence[TokenSequence]) -> None:
@@ -30,6 +30,11 @@ def save_texts(path: Path, texts: Sequence[TokenSequence]) -> None:
             lengths=np.array([len(text.tokens_T) for text in texts], np.uint32),
             loss_mask=np.packbits(mask),
         )
+
+
+def digest_texts(texts: Sequence[Sequence[np.ndarray]]) -> str:
+    """Of all that sequences hold, a `TokenSequence` or `PackedRow` each."""
+    return digest([[array.tolist() for array in text] for text in texts])
 
 
 def read_texts(path: Path) -> list[TokenSequence]:

@@ -205,7 +205,7 @@ class DSparkNet(nn.Module):
         return self.final_norm(x_BTD).reshape(batch, blocks, length, -1)
 
     def base_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """The backbone's own, under the target's soft cap; the sequential head adds to them."""
+        """The backbone's own, under its soft cap if any; the sequential head adds to them."""
         return soft_cap(self.lm_head(hidden), self.config.backbone.logit_cap)
 
     def correct(

@@ -123,7 +123,10 @@ def check_taps(taps: Sequence[int], target: Target, depth: int) -> None:
 
 
 def _backbone(target: TransformerConfig, num_layers: int) -> TransformerConfig:
-    """Layers of Qwen3's kind, whatever the target's, of the sizes of its full-attention layers."""
+    """Layers of Qwen3's kind, whatever the target's, of the sizes of its full-attention layers.
+
+    A factor of the target's embeddings and a cap of its logits are not taken over.
+    """
     sizes = ("vocab_size", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")
     same = {name: getattr(target, name) for name in (*sizes, "norm_eps", "max_len", "rope")}
     if target.rope.kind == "proportional":

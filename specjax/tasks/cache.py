@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import specjax
+from specjax.api import Prompt
 from specjax.checkpoints.head import save_head
 from specjax.data.hidden_states import read_samples
 from specjax.data.self_generated import Writing, write_answers, write_user_turns
@@ -20,8 +21,9 @@ from specjax.data.target_cache import (
     TokenSequence,
     cache_bytes,
     check_room,
+    is_complete,
 )
-from specjax.data.texts import save_texts
+from specjax.data.texts import digest_texts, save_texts
 from specjax.drafters.dspark_init import check_taps, default_taps, unused_token
 from specjax.evaluation.report import environment
 from specjax.files import digest, write_json
@@ -33,6 +35,8 @@ from specjax.tasks.common import (
     open_workdir,
     plain_config,
 )
+
+_PATIENCE = 20  # batches without anything new, of a target that writes user turns itself
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
@@ -46,6 +50,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
     open_workdir(workdir)
     enable_compilation_cache(config.compilation_cache)
     writing = _writing(config)
+    if config.max_len is not None and config.max_len < 1:
+        raise ValueError(f"config.max_len must be at least 1, got {config.max_len}")
     target = specjax.load_target(config.target, dtype=config.dtype)
     if not isinstance(target.model, TransformerTarget):
         raise ValueError(f"{config.target} gives no hidden states to train a drafter from")
@@ -56,37 +62,49 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if mask_token_id is None:
         mask_token_id = unused_token(target)
     folder = workdir / "cache"
-    size = cache_bytes(config.tokens, 0, len(taps), width)
-    print(f"{config.tokens} tokens with {len(taps)} taps will take about {size / 1e9:.2f} GB")
-    check_room(folder, size)
+    given, prompts = given_texts(config, target), []
+    if given is None:
+        prompts = [conversation.prompt for conversation in conversations(config) or ()]
     made_with |= {
         "target": config.target,
         **target.identity(),
         "chat_template": digest(getattr(target.tokenizer, "chat_template", None)),
+        "texts": digest_texts(given or ()),
+        "prompts": digest(prompts),
     }
-    given = given_texts(config, target)
-    if given is not None:
-        made_with["texts"] = digest([text.tokens_T.tolist() for text in given])
-    writer = CacheWriter(folder, taps=taps, width=width, made_with=made_with)
-    save_head(folder, target, mask_token_id)
-    if given is not None:
-        batches = _read_given(target, given, taps, writing, writer.cursor)
-    else:
-        batches = _write(target, taps, writing, config, writer.cursor)
-    _fill(writer, batches, config.tokens)
-    cache = TargetCache(folder, check=False)
+    if not is_complete(folder, made_with):
+        writer = CacheWriter(folder, taps=taps, width=width, made_with=made_with)
+        if given is None:
+            tokens, patience = config.tokens, None if prompts else _PATIENCE
+            batches = _write(target, prompts, taps, writing, writer.cursor)
+        else:
+            limit = min(config.max_len or target.model.max_len, target.model.max_len)
+            tokens, patience = sum(len(text.tokens_T[:limit]) for text in given), None
+            batches = _read_given(target, given, taps, config, writer.cursor)
+        size = cache_bytes(tokens, 0, len(taps), width)
+        print(f"{tokens} tokens with {len(taps)} taps will take about {size / 1e9:.2f} GB")
+        check_room(folder, size - writer.num_bytes)
+        save_head(folder, target, mask_token_id)
+        _fill(writer, batches, tokens, patience)
+    if not all((workdir / name).exists() for name in ("texts.npz", "report.json", "config.json")):
+        _report(made_with["config"], workdir, TargetCache(folder, check=False))
+    print(f"Cache: {folder}")
+
+
+def _report(config: dict[str, Any], workdir: Path, cache: TargetCache) -> None:
+    """Writes what stands beside a cache: its texts and how it was made."""
     save_texts(workdir / "texts.npz", cache.texts)
     report = {
-        "task": config.task,
-        "config": made_with["config"],
+        "task": config["task"],
+        "config": config,
         "environment": environment(),
         "samples": len(cache),
         "tokens": int(cache.lengths.sum()),
         "bytes": sum(shard["bytes"] for shard in cache.manifest["shards"]),
     }
     write_json(workdir / "report.json", report)
-    write_json(workdir / "config.json", report["config"])
-    print(f"{report['samples']} sequences, {report['tokens']} tokens: {folder}")
+    write_json(workdir / "config.json", config)
+    print(f"{report['samples']} sequences, {report['tokens']} tokens")
 
 
 def _writing(config: ConfigDict) -> Writing:
@@ -102,10 +120,15 @@ class _Batch(NamedTuple):
     cursor: int
 
 
-def _fill(writer: CacheWriter, batches: Iterator[_Batch], tokens: int) -> None:
-    """Adds batch after batch until there are that many tokens, or no more batches."""
+def _fill(
+    writer: CacheWriter, batches: Iterator[_Batch], tokens: int, patience: int | None
+) -> None:
+    """Adds batch after batch until there are that many tokens, or no more batches.
+
+    It also ends where as many batches in a row as `patience` gave nothing that is new.
+    """
     seen = {text.tobytes() for text in writer.read_tokens()}
-    total, cursor = sum(map(len, seen)) // 4, writer.cursor  # int32
+    total, cursor, idle = sum(map(len, seen)) // 4, writer.cursor, 0  # int32
     with tqdm(total=tokens, initial=total, unit=" tokens", dynamic_ncols=True) as bar:
         while total < tokens:
             batch = next(batches, None)
@@ -113,6 +136,14 @@ def _fill(writer: CacheWriter, batches: Iterator[_Batch], tokens: int) -> None:
                 break
             samples, cursor = list(_unseen(batch.samples, seen)), batch.cursor
             writer.add(samples, cursor)
+            idle = 0 if samples else idle + 1
+            if idle == patience:
+                bar.write(
+                    f"It ends here, since {idle} batches in a row gave nothing new. For more, in "
+                    f"another folder: raise user_temperature, user_tokens or answer_tokens, lower "
+                    f"min_answer_tokens, or give prompts"
+                )
+                break
             new = sum(len(sample.tokens_T) for sample in samples)
             total += new
             bar.update(new)
@@ -123,32 +154,30 @@ def _read_given(
     target: specjax.Target,
     texts: Sequence[TokenSequence],
     taps: tuple[int, ...],
-    writing: Writing,
+    config: ConfigDict,
     cursor: int,
 ) -> Iterator[_Batch]:
     """The target's hidden states over given texts; the cursor counts samples."""
-    samples = read_samples(target, texts, taps, start=cursor)
-    while batch := list(itertools.islice(samples, writing.batch_size)):
+    samples = read_samples(target, texts, taps, max_len=config.max_len, start=cursor)
+    while batch := list(itertools.islice(samples, config.batch_size)):
         cursor += len(batch)
         yield _Batch(batch, cursor)
 
 
 def _write(
     target: specjax.Target,
+    prompts: Sequence[Prompt],
     taps: tuple[int, ...],
     writing: Writing,
-    config: ConfigDict,
     cursor: int,
 ) -> Iterator[_Batch]:
-    """The target's answers to prompts, given or its own; the cursor counts batches."""
-    prompts = [conversation.prompt for conversation in conversations(config) or ()]
-    own = not prompts
+    """The target's answers to prompts, or to its own without any; the cursor counts batches."""
     size = writing.batch_size
-    while own or cursor * size < len(prompts):
+    while not prompts or cursor * size < len(prompts):
         turns = (
-            write_user_turns(target, writing, cursor)
-            if own
-            else prompts[cursor * size : (cursor + 1) * size]
+            prompts[cursor * size : (cursor + 1) * size]
+            if prompts
+            else write_user_turns(target, writing, cursor)
         )
         samples = write_answers(target, turns, taps, writing, cursor)
         cursor += 1

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import specjax
+from specjax.api import default_draft_len
 from specjax.data.conversations import (
     Conversation,
     encode_conversations,
@@ -23,7 +24,7 @@ from specjax.evaluation.comparison import Comparison
 from specjax.evaluation.plots import plot_report
 from specjax.evaluation.report import build_report, summary
 from specjax.evaluation.runner import Settings
-from specjax.files import cache_folder, partial_path, plain, write_json
+from specjax.files import cache_folder, matching, partial_path, plain, write_json
 
 _RESULTS = ("report.json", "config.json", "report.png", "finished.json")
 
@@ -98,7 +99,7 @@ def conversations(config: ConfigDict) -> Iterator[Conversation] | None:
 
 
 def given_texts(config: ConfigDict, target: specjax.Target) -> list[TokenSequence] | None:
-    """Texts that need not be written: config.texts, or given answers; None without.
+    """Texts that need not be written: config.texts (a glob), or given answers; None without.
 
     Raises:
       ValueError: settings that contradict each other, or files that cannot be read.
@@ -108,7 +109,8 @@ def given_texts(config: ConfigDict, target: specjax.Target) -> list[TokenSequenc
     if config.texts:
         if config.prompts or config.dataset:
             raise ValueError("give config.texts, or config.prompts or config.dataset, not both")
-        return read_texts(Path(config.texts))
+        paths = matching(config.texts) or [Path(config.texts)]  # which says what is wrong
+        return [text for path in paths for text in read_texts(path)]
     if config.answers == "target":
         return None
     source = conversations(config)
@@ -117,11 +119,17 @@ def given_texts(config: ConfigDict, target: specjax.Target) -> list[TokenSequenc
     return list(encode_conversations(target, source))
 
 
+def suit_draft_len(config: ConfigDict, drafter: specjax.Drafter) -> None:
+    """Puts what `generate` would take where the config has no draft_len."""
+    if config.draft_len is None:
+        config.draft_len = default_draft_len(drafter)
+
+
 def decode_settings(config: ConfigDict, batch_size: int) -> Settings:
-    """How the config asks to decode."""
+    """How the config asks to decode; without a draft_len, without drafts."""
     return Settings(
         max_new_tokens=config.max_new_tokens,
-        draft_len=config.draft_len,
+        draft_len=0 if config.draft_len is None else config.draft_len,
         temperature=config.temperature,
         seed=config.seed,
         acceptance=config.acceptance,

@@ -21,6 +21,7 @@ from specjax.tasks.common import (
     load_models,
     open_workdir,
     plain_config,
+    suit_draft_len,
     write_results,
 )
 
@@ -35,17 +36,21 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: bad settings, unknown names, bad prompt files, models that cannot be
         loaded, or a workdir that cannot be written to or holds other results.
     """
-    made_with: dict[str, Any] = {"config": plain_config(config)}
+    config = config.copy_and_resolve_references()  # to complete it
+    plain_config(config)  # can be written
     open_workdir(workdir)
     enable_compilation_cache(config.compilation_cache)
-    settings = decode_settings(config, config.batch_size)
+    decode_settings(config, config.batch_size)  # are possible
     files = find_prompt_files(config.prompts)
     texts = {name: read_prompts(path, config.limit) for name, path in files.items()}
     target, drafter = load_models(config)
+    suit_draft_len(config, drafter)
+    settings = decode_settings(config, config.batch_size)
     prompts = {name: encode_prompts(target, rows, config.chat) for name, rows in texts.items()}
     for name, rows in prompts.items():
         room(target, name, rows, settings.max_new_tokens)  # none is too long
-    made_with |= {
+    made_with = {
+        "config": plain_config(config),
         "target": {**target.identity(), "stop_ids": target.stop_ids},
         "drafter": {"model": repr(drafter.model), "weights": fingerprint(drafter.params)},
         "environment": environment(),

@@ -14,6 +14,7 @@ from specjax.tasks.common import (
     load_models,
     open_workdir,
     plain_config,
+    suit_draft_len,
     write_results,
 )
 
@@ -25,14 +26,17 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: bad settings, unknown names, a workdir that cannot be written to, or
         models that cannot be loaded.
     """
+    config = config.copy_and_resolve_references()  # to complete it
     plain_config(config)  # can be written
     open_workdir(workdir)
     enable_compilation_cache(config.compilation_cache)
-    settings = decode_settings(config, batch_size=1)
+    decode_settings(config, batch_size=1)  # are possible
     texts = {name: builtin_prompt(name) for name in config.prompts}
     if not texts:
         raise ValueError("config.prompts is empty: name at least one built-in prompt")
     target, drafter = load_models(config)
+    suit_draft_len(config, drafter)
+    settings = decode_settings(config, batch_size=1)
     ids = encode_prompts(target, list(texts.values()), config.chat)
     with ProgressBar(outputs(target, len(ids), settings, config.check)) as bar:
         comparisons = compare(

@@ -15,7 +15,7 @@ import specjax
 from specjax.checkpoints.drafters import save_drafter
 from specjax.checkpoints.dtype import resolve_dtype
 from specjax.checkpoints.files import check_place
-from specjax.checkpoints.head import load_head
+from specjax.checkpoints.head import TargetHead, has_head, load_head
 from specjax.checkpoints.targets import load_target, save_target, told_config
 from specjax.data.corpus import (
     PackedRow,
@@ -105,12 +105,12 @@ def _alone(config: ConfigDict, workdir: Path) -> Plan:
     """A drafter of a target that stays as it is."""
     cache = TargetCache(Path(config.cache)) if config.cache else None
     if cache is not None:
-        target, mask_token_id = load_head(cache.directory)
+        target, mask_token_id = _of_cache(config, cache)
         texts, taps = cache.texts, cache.taps
     else:
         target, mask_token_id = specjax.load_target(config.target, dtype=config.dtype), None
         texts, taps = _given(config, target), None
-        _check_texts(texts, target, config.training.max_len)
+    _check_texts(texts, target, config.training.max_len)
     objective, params = _drafter(config, target, texts, taps, mask_token_id)
     if cache is not None and isinstance(objective, MTPObjective) and objective.model.taps:
         raise ValueError(
@@ -119,12 +119,13 @@ def _alone(config: ConfigDict, workdir: Path) -> Plan:
         )
     if isinstance(objective, MTPObjective) and not any(objective.weights.lambdas):
         raise ValueError(
-            "mtp_losses.modules is 0, and nothing else is learnt for a target that stays as it is"
+            "mtp_losses.scale is 0, and nothing else is learnt for a target that stays as it is"
         )
     head = language_model_head(target)
     if cache is not None:
         with tqdm(total=sum(cache.lengths), unit=" normalizers", dynamic_ncols=True) as bar:
             data = CachedStates(cache, head, objective.model.taps, bar.update)
+        data.identity |= target.identity()
     else:
         data = OnlineStates(texts, target, objective.model.taps)
     trained, fixed = divide(params, head)
@@ -170,9 +171,32 @@ def _joint(config: ConfigDict, workdir: Path) -> Plan:
     return Plan(joint, trained, fixed, data, save)
 
 
+def _of_cache(config: ConfigDict, cache: TargetCache) -> tuple[Target, int | None]:
+    """What a cache has of its target; of one that has nothing, the target that is named.
+
+    Raises:
+      ValueError: the target that is named is of another width.
+    """
+    if has_head(cache.directory):
+        return load_head(cache.directory)
+    target = specjax.load_target(config.target, dtype=config.dtype)
+    named = cache.manifest.get("target_model_name_or_path")
+    print(f"{cache.directory}, of {named!r}, has no head: it is trained with that of {target.name}")
+    width = language_model_head(target).weight_VD.shape[1]
+    if width != cache.width:
+        raise ValueError(
+            f"{target.name} is {width} wide and the cache {cache.width}: set config.target to "
+            f"{named!r}, which the cache is of"
+        )
+    return target, None
+
+
 def _origin(config: ConfigDict, params: PyTree) -> dict[str, Any]:
-    """What tells the drafter that a run goes on from, for the run's identity."""
-    return {"start": fingerprint(drafters_own(params))} if config.start else {}
+    """How the drafter's parameters start, for the run's identity."""
+    if config.start:
+        return {"start": fingerprint(drafters_own(params))}
+    layers_from = list(config.drafter.layers_from) if config.algorithm == "dspark" else []
+    return {"layers_from": layers_from}
 
 
 def _save_drafter(
@@ -200,7 +224,7 @@ def _given(config: ConfigDict, target: Target) -> list[TokenSequence]:
 
 
 def _check_texts(texts: Sequence[Any], target: Target, max_len: int) -> None:
-    """Makes sure that the target can read the texts, each of up to `max_len` tokens.
+    """Makes sure that the target can read the texts, and tells which are cut to `max_len` tokens.
 
     Raises:
       ValueError: ids outside its vocabulary, or more tokens than its context.
@@ -211,6 +235,9 @@ def _check_texts(texts: Sequence[Any], target: Target, max_len: int) -> None:
             f"the texts have the token id {largest}, and the vocabulary of {target.name} has "
             f"{target.model.vocab_size} tokens: they are of another tokeniser"
         )
+    longer = sum(len(text.tokens_T) > max_len for text in texts)
+    if longer:
+        print(f"{longer} of {len(texts)} sequences are cut to config.training.max_len={max_len}")
     longest = min(max(len(text.tokens_T) for text in texts), max_len)
     if longest > target.model.max_len:
         raise ValueError(
@@ -339,7 +366,7 @@ def _mtp(config: ConfigDict, target: Target, texts: Sequence[Any]) -> tuple[MTP,
     return init_mtp(
         target,
         jax.random.key(config.seed + 1),
-        draft_vocab=_draft_vocab(texts, options.pop("draft_vocab"), target),
+        draft_vocab=_draft_vocab(config, texts, options.pop("draft_vocab"), target),
         dtype="float32",
         **options,
     )
@@ -365,11 +392,16 @@ def _dspark(
     options = dict(config.drafter)
     if config.start:
         model, params = _start(config, target, DSpark)
-        return with_block_size(model, options["block_size"]), params
-    draft_vocab = _draft_vocab(texts, options.pop("draft_vocab"), target)
+        block_size = options["block_size"]
+        return model if block_size is None else with_block_size(model, block_size), params
+    draft_vocab = _draft_vocab(config, texts, options.pop("draft_vocab"), target)
     layers_from = options.pop("layers_from")
-    if layers_from and config.cache:
-        target = specjax.load_target(config.target, dtype=config.dtype)
+    if options["block_size"] is None:
+        del options["block_size"]
+    options["candidates"] = options["candidates"] or None  # all
+    options["confidence_with_markov"] &= options["markov_rank"] > 0
+    if layers_from and isinstance(target, TargetHead):
+        target = _whole(config, target)
     return init_dspark(
         target,
         jax.random.key(config.seed + 1),  # a new target has the seed itself
@@ -380,6 +412,21 @@ def _dspark(
         dtype="float32",
         **options,
     )
+
+
+def _whole(config: ConfigDict, head: TargetHead) -> Target:
+    """The target that a cache is of, with its layers.
+
+    Raises:
+      ValueError: `config.target` is another.
+    """
+    target = specjax.load_target(config.target, dtype=head.dtype)
+    if target.fingerprint() != head.fingerprint():
+        raise ValueError(
+            f"drafter.layers_from takes layers of config.target={config.target!r}, and the cache "
+            f"{config.cache} is of other weights ({head.name}): set config.target to the cache's"
+        )
+    return target
 
 
 def _start(config: ConfigDict, target: Target, kind: type[Any]) -> tuple[Any, PyTree]:
@@ -393,21 +440,31 @@ def _start(config: ConfigDict, target: Target, kind: type[Any]) -> tuple[Any, Py
     return drafter.model, attach_target(drafter.params, target)
 
 
-def _draft_vocab(texts: Sequence[Any], count: int, target: Target) -> list[int] | None:
+def _draft_vocab(
+    config: ConfigDict, texts: Sequence[Any], count: int, target: Target
+) -> list[int] | None:
+    """The most frequent tokens of what is trained on."""
     if count < 0:
         raise ValueError(f"draft_vocab must be at least 1, or 0 for all tokens, got {count}")
-    return frequent_tokens(texts, count, target.model.vocab_size) if count else None
+    trained_on = texts[: len(texts) - config.training.held_out]
+    if not count:
+        return None
+    return frequent_tokens(trained_on, count, target.model.vocab_size, config.training.max_len)
 
 
-def frequent_tokens(texts: Sequence[Any], count: int, vocab_size: int) -> list[int]:
+def frequent_tokens(
+    texts: Sequence[Any], count: int, vocab_size: int, max_len: int | None = None
+) -> list[int]:
     """The tokens that the texts' answers have most of; low ids first among equals.
 
     Args:
       texts: to count in, as `TokenSequence` names their fields.
       count: how many tokens.
       vocab_size: V.
+      max_len: what is longer is cut; None cuts nothing.
     """
     counts = np.zeros(vocab_size, np.int64)
     for text in texts:
-        counts += np.bincount(text.tokens_T[text.loss_mask_T], minlength=vocab_size)
+        learnt = text.tokens_T[:max_len][text.loss_mask_T[:max_len]]
+        counts += np.bincount(learnt, minlength=vocab_size)
     return np.argsort(-counts, kind="stable")[:count].tolist()

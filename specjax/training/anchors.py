@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.decoding.types import AnyArray
+
 
 class Blocks(NamedTuple):
     """A anchors a row and their blocks of G positions.
@@ -34,7 +36,7 @@ class Blocks(NamedTuple):
     valid_BAG: Bool[Array, "B A G"]
 
 
-def anchor_candidates(loss_mask_BT: Bool[Array, "B T"]) -> Bool[Array, "B T-1"]:
+def anchor_candidates(loss_mask_BT: Bool[AnyArray, "B T"]) -> Bool[AnyArray, "B T-1"]:
     """Positions that are supervised and whose successor is."""
     return loss_mask_BT[:, :-1] & loss_mask_BT[:, 1:]
 

@@ -1,5 +1,6 @@
 """Where training gets the target's hidden states: from a cache, or from the target itself."""
 
+import contextlib
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.data.corpus import PackedRow
 from specjax.data.hidden_states import hidden_states
 from specjax.data.target_cache import Sample, TargetCache, TokenSequence
+from specjax.data.texts import digest_texts
 from specjax.drafters.borrowed import language_model_head
-from specjax.files import digest, replacing
+from specjax.files import replacing
 from specjax.models.target import Target
 from specjax.models.transformer import Head
 
@@ -107,6 +109,7 @@ class CachedStates:
         self.identity = {
             "samples": len(cache),
             "tokens": int(cache.lengths.sum()),
+            "fingerprint": cache.fingerprint or digest_texts(cache.texts),
             "made_with": cache.manifest.get("made_with"),
         }
         path = cache.directory / "normalizers.npz"
@@ -114,7 +117,12 @@ class CachedStates:
         values = _read(path, key) if cache.fingerprint else None
         if values is None:
             values = self._compute(head, on_tokens)
-            with replacing(path) as partial_path, open(partial_path, "wb") as file:
+            # A cache that only others may write to, or another run that is as far as this one.
+            with (
+                contextlib.suppress(OSError),
+                replacing(path) as partial_path,
+                open(partial_path, "wb") as file,
+            ):
                 np.savez(file, key=key, values=values)
         self._values = values
 
@@ -158,7 +166,7 @@ class OnlineStates:
         self.texts, self._target, self._taps = texts, target, taps
         self.identity = {
             "samples": len(texts),
-            "texts": _digest(texts),
+            "texts": digest_texts(texts),
             **target.identity(),
         }
 
@@ -185,7 +193,7 @@ class TextAlone:
     def __init__(self, rows: Sequence[PackedRow]):
         """Takes rows of `pack` or `single_rows`."""
         self.texts = rows
-        self.identity = {"rows": len(rows), "texts": _digest(rows)}
+        self.identity = {"rows": len(rows), "texts": digest_texts(rows)}
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -195,11 +203,6 @@ class TextAlone:
 
     def complete(self, collated: PackedRow) -> Batch:
         return Batch(*map(jnp.asarray, collated))
-
-
-def _digest(texts: Sequence[Any]) -> str:
-    """Of all that sequences hold."""
-    return digest([[array.tolist() for array in text] for text in texts])
 
 
 def _one_document(tokens_BT: Array) -> tuple[Array, Array]:

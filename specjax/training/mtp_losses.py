@@ -20,8 +20,8 @@ class MTPLossWeights:
     """How the losses of modules add up.
 
     Attributes:
-      modules: λ, of the mean over the modules.
-      modules_late: λ from `late` on; None leaves it. DeepSeek-V3 has 0.3, then 0.1.
+      scale: λ, of the mean over the modules.
+      late_scale: λ from `late` on; None leaves it. DeepSeek-V3 has 0.3, then 0.1.
       late: part of the run after which it changes.
       depth_decay: β; module k counts β^(k-1) in that mean. 1 is DeepSeek-V3's, 0.6 that of
         FastMTP (arXiv 2509.18362).
@@ -29,8 +29,8 @@ class MTPLossWeights:
         distribution instead of to the text.
     """
 
-    modules: float = 0.3
-    modules_late: float | None = None
+    scale: float = 0.3
+    late_scale: float | None = None
     late: float = 0.67
     depth_decay: float = 1.0
     distillation: float = 0.0
@@ -45,7 +45,7 @@ class MTPLossWeights:
     @property
     def lambdas(self) -> tuple[float, float]:
         """λ at first, and from `late` on."""
-        return self.modules, self.modules if self.modules_late is None else self.modules_late
+        return self.scale, self.scale if self.late_scale is None else self.late_scale
 
     def at(self, progress: Float[Array, ""]) -> Float[Array, ""]:
         """λ when that part of the run is done."""

@@ -9,15 +9,16 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
-from specjax.decoding.types import PyTree
+from specjax.decoding.types import AnyArray, PyTree
 from specjax.drafters.borrowed import attach_head, split_params
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.mtp import MTP
 from specjax.models.transformer import Head, TransformerTarget
-from specjax.training.anchors import make_blocks, sample_anchors
+from specjax.training.anchors import anchor_candidates, make_blocks, sample_anchors
 from specjax.training.features import Batch, target_probs
 from specjax.training.losses import LossWeights, dspark_losses
 from specjax.training.mtp_losses import MTPLossWeights, mtp_losses, next_token_loss
@@ -79,8 +80,8 @@ class Objective(Protocol):
         """What the best checkpoint has most of, on held-out sequences."""
         ...
 
-    def anchors(self, max_len: int) -> int:
-        """Positions of a sequence, at most, from which drafts are learnt."""
+    def anchors(self, loss_mask_BT: Bool[AnyArray, "B T"]) -> int:
+        """Positions of a batch from which drafts are learnt, or tokens, where all are."""
         ...
 
 
@@ -148,8 +149,9 @@ class DSparkObjective:
     def score(self, losses: dict[str, Any]) -> float:
         return losses["expected_length"]
 
-    def anchors(self, max_len: int) -> int:
-        return min(self.num_anchors, max_len)
+    def anchors(self, loss_mask_BT: Bool[AnyArray, "B T"]) -> int:
+        candidates_B = anchor_candidates(loss_mask_BT).sum(axis=1)
+        return int(np.minimum(candidates_B, self.num_anchors).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +207,8 @@ class MTPObjective:
     def score(self, losses: dict[str, Any]) -> float:
         return losses["expected_length"]
 
-    def anchors(self, max_len: int) -> int:
-        return max_len
+    def anchors(self, loss_mask_BT: Bool[AnyArray, "B T"]) -> int:
+        return int(loss_mask_BT.sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,8 +263,10 @@ class JointObjective:
     def score(self, losses: dict[str, Any]) -> float:
         return -losses["main"]
 
-    def anchors(self, max_len: int) -> int:
-        return self.drafter.anchors(max_len) if self.drafter else max_len
+    def anchors(self, loss_mask_BT: Bool[AnyArray, "B T"]) -> int:
+        if self.drafter is None:
+            return int(loss_mask_BT.sum())
+        return self.drafter.anchors(loss_mask_BT)
 
 
 def divide(params: PyTree, head: Head) -> tuple[PyTree, Fixed]:

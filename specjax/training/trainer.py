@@ -195,11 +195,9 @@ class Trainer:
             interrupts = stack.enter_context(_interrupts())
             manager = stack.enter_context(self._checkpoints(directory))
             batches = self._batches()
-            seconds = self._restore(manager, batches)
+            seconds, anchors = self._restore(manager, batches)
             position = batches.get_state()
-            rows, length = self._settings.batch_size, self._settings.max_len
-            anchors = rows * self._objective.anchors(length)
-            log = _Log(directory, anchors, rows * length, seconds)
+            log = _Log(directory, seconds, anchors)
             stack.enter_context(contextlib.closing(log))
             step = done = int(self.state.step)
             try:
@@ -209,6 +207,8 @@ class Trainer:
                         self.state, self._fixed, self._data.complete(batch)
                     )
                     step, position = step + 1, batches.get_state()
+                    mask_BT = batch.loss_mask_T
+                    log.count(self._objective.anchors(mask_BT), int(mask_BT.sum()))
                     if step % log_every == 0 or step == last:
                         on_step(step, log.write(step, "train", losses))
                     else:
@@ -216,13 +216,13 @@ class Trainer:
                     if step % eval_every == 0 or step == last:
                         log.write(step, "held_out", self.evaluate())
                     if step % save_every == 0 and step < last:
-                        self._save(manager, position, log.seconds)
+                        self._save(manager, position, log)
                         done = step
                     if interrupts:
                         break
             finally:
                 if int(self.state.step) > done:
-                    self._save(manager, position, log.seconds)
+                    self._save(manager, position, log)
         return _plain_losses(self.evaluate())
 
     def last_step(self, directory: Path) -> int:
@@ -274,26 +274,30 @@ class Trainer:
         data = data.shuffle(seed=self._settings.seed).repeat(epochs)
         batch = partial(collate, length=self._settings.max_len)
         batched = data.batch(self._settings.batch_size, batch_fn=batch)
-        return iter(batched.to_iter_dataset(grain.ReadOptions(num_threads=1)))
+        # Of whole batches with their hidden states, a few ahead are enough.
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+        return iter(batched.to_iter_dataset(options))
 
-    def _save(self, manager: ocp.CheckpointManager, position: Any, seconds: float) -> None:
+    def _save(self, manager: ocp.CheckpointManager, position: Any, log: "_Log") -> None:
         step = int(self.state.step)
         if manager.latest_step() == step:
             return
         metrics = _plain_losses(self.evaluate())
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(self.state._asdict()),
-            data=ocp.args.JsonSave({"batches": position, "seconds": seconds}),
+            data=ocp.args.JsonSave(
+                {"batches": position, "seconds": log.seconds, "anchors": log.anchors}
+            ),
             settings=ocp.args.JsonSave(self._identity()),
         )
         manager.save(step, metrics=metrics, args=args)
         manager.wait_until_finished()
 
-    def _restore(self, manager: ocp.CheckpointManager, batches: Any) -> float:
-        """Goes back to the last checkpoint; the seconds that were trained until then."""
+    def _restore(self, manager: ocp.CheckpointManager, batches: Any) -> tuple[float, int]:
+        """Goes back to the last checkpoint; seconds and anchors that were trained until then."""
         step = manager.latest_step()
         if step is None:
-            return 0.0
+            return 0.0, 0
         names = {"settings": ocp.args.JsonRestore()}
         found = manager.restore(step, args=ocp.args.Composite(**names))["settings"]
         differences = changes(found, self._identity())
@@ -309,8 +313,9 @@ class Trainer:
             ),
         )
         self.state = TrainState(**restored["state"])
-        batches.set_state(restored["data"]["batches"])
-        return restored["data"]["seconds"]
+        data = restored["data"]
+        batches.set_state(data["batches"])
+        return data["seconds"], data["anchors"]
 
     @contextlib.contextmanager
     def _checkpoints(self, directory: Path) -> Iterator[ocp.CheckpointManager]:
@@ -412,12 +417,13 @@ def _train_step(
 class _Log:
     """A line of JSON for each entry, and TensorBoard's events where it is installed."""
 
-    def __init__(self, directory: Path, anchors: int, tokens: int, seconds: float):
-        """Of steps with so many anchors and tokens, at most; `seconds` were trained before."""
+    def __init__(self, directory: Path, seconds: float, anchors: int):
+        """Goes on after so many seconds, and anchors, of training."""
         self._file = open(directory / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._anchors, self._tokens = anchors, tokens
+        self.anchors, self._tokens = anchors, 0
         self._start = time.monotonic() - seconds
-        self._last: tuple[int, float] | None = None  # step and time of the last training entry
+        # Seconds, steps, anchors and tokens until the last training entry.
+        self._last: np.ndarray | None = None
         self._writer = None
         try:
             from tensorboardX import SummaryWriter
@@ -431,30 +437,36 @@ class _Log:
         """Wall-clock time of the run, its evaluations and earlier parts included."""
         return time.monotonic() - self._start
 
+    def count(self, anchors: int, tokens: int) -> None:
+        """A step learnt from so many anchors, and tokens that are to be learnt."""
+        self.anchors += anchors
+        self._tokens += tokens
+
     def write(self, step: int, name: str, losses: Losses) -> dict[str, Any]:
         entry = {
             "step": step,
             "set": name,
             "seconds": self.seconds,
-            "anchors": step * self._anchors,
+            "anchors": self.anchors,
         }
         entry |= _plain_losses(losses)
         if name == "train":
+            now = np.array([self.seconds, step, self.anchors, self._tokens])
             if self._last is not None:
-                rate = (step - self._last[0]) / (self.seconds - self._last[1])
-                entry |= {
-                    "steps_per_second": rate,
-                    "anchors_per_second": rate * self._anchors,
-                    "tokens_per_second": rate * self._tokens,
-                }
+                seconds, *done = (now - self._last).tolist()
+                names = ("steps_per_second", "anchors_per_second", "tokens_per_second")
+                entry |= {name: count / seconds for name, count in zip(names, done, strict=True)}
             entry["memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-            self._last = step, self.seconds
+            self._last = now
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
         if self._writer is not None:
             for key, value in entry.items():
                 if isinstance(value, float):
                     self._writer.add_scalar(f"{name}/{key}", value, step)
+                elif isinstance(value, list):  # by position
+                    for i, part in enumerate(value, start=1):
+                        self._writer.add_scalar(f"{name}/{key}/{i}", part, step)
         return entry
 
     def close(self) -> None:

@@ -71,6 +71,16 @@ def test_reports_each_file_and_all(get_config, files, tmp_path, decoded, capsys)
     assert "\nall " in out
 
 
+def test_a_missing_draft_length_is_what_generate_takes(get_config, files, tmp_path, tiny):
+    del tiny
+    config = get_config("evaluate", prompts=files, limit=1, check="none", draft_len=None)
+    evaluate.run(config, tmp_path / "w")
+    report = read_report(tmp_path / "w")
+    assert report["config"]["draft_len"] == 7
+    assert config.draft_len is None
+    assert len(report["runs"][1]["acceptance_by_position"]) == 7
+
+
 def test_an_interrupted_run_goes_on_where_it_was(
     get_config, files, tmp_path, decoded, monkeypatch, capsys
 ):

@@ -12,7 +12,9 @@ import specjax
 from specjax.checkpoints import CheckpointError
 from specjax.checkpoints.head import load_head, save_head
 from specjax.data.target_cache import CacheError, TargetCache
+from specjax.data.texts import read_texts, save_texts
 from specjax.tasks import cache, train
+from specjax.tasks.plans import make_plan
 from tests.evaluation.tiny_target import tiny_target
 from tests.toys import tiny_target as two_layers
 
@@ -82,13 +84,9 @@ def small_shards(monkeypatch):
     return writer
 
 
-@pytest.mark.slow
-def test_cache_goes_on_after_an_interruption(
-    target, small_shards, get_config, tmp_path, monkeypatch
-):
-    config = get_config("cache", **CACHE)
-    cache.run(config, tmp_path / "whole")
-    calls, real = [], cache.write_answers
+def interrupt_third(monkeypatch, owner, name):
+    """Ctrl-C at the third call of that function; the arguments of each call."""
+    real, calls = getattr(owner, name), []
 
     def stop(*args):
         calls.append(args)
@@ -96,7 +94,17 @@ def test_cache_goes_on_after_an_interruption(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(cache, "write_answers", stop)
+    monkeypatch.setattr(owner, name, stop)
+    return calls
+
+
+@pytest.mark.slow
+def test_cache_goes_on_after_an_interruption(
+    target, small_shards, get_config, tmp_path, monkeypatch
+):
+    config = get_config("cache", **CACHE)
+    cache.run(config, tmp_path / "whole")
+    calls = interrupt_third(monkeypatch, cache, "write_answers")
     with pytest.raises(KeyboardInterrupt):
         cache.run(config, tmp_path / "halves")
     cache.run(config, tmp_path / "halves")
@@ -106,8 +114,38 @@ def test_cache_goes_on_after_an_interruption(
     for left, right in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
         np.testing.assert_array_equal(left.taps_TMD, right.taps_TMD)
-    with pytest.raises(CacheError, match="holds a complete cache"):
-        cache.run(config, tmp_path / "halves")
+
+
+def test_a_complete_cache_lacks_at_most_what_is_beside_it(target, chats, get_config, tmp_path):
+    """Its texts and report, if it was stopped then; and it is not made again."""
+    cache.run(get_config("cache", **CACHE | chats), tmp_path / "data")
+    shard, report, texts = (
+        tmp_path / "data" / name for name in ("cache/shard-00000.bin", "report.json", "texts.npz")
+    )
+    written, before = shard.stat().st_mtime_ns, report.read_text()
+    report.unlink()
+    texts.unlink()
+    cache.run(get_config("cache", **CACHE | chats), tmp_path / "data")
+    assert shard.stat().st_mtime_ns == written
+    assert report.read_text() == before
+    assert texts.exists()
+    with pytest.raises(CacheError, match=r"complete cache made with another config\.taps"):
+        cache.run(get_config("cache", **CACHE | chats | {"taps": (0,)}), tmp_path / "data")
+
+
+def test_a_target_that_writes_nothing_new_is_not_waited_for(
+    target, get_config, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(cache, "_PATIENCE", 2)
+    silent = dataclasses.replace(target, stop_ids=tuple(range(257)))  # answers are one token
+    monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: silent)
+    with pytest.raises(CacheError, match="no samples"):
+        cache.run(get_config("cache", **CACHE), tmp_path / "data")
+    assert "2 batches in a row gave nothing new" in capsys.readouterr().out
+    alike = get_config("cache", **CACHE, user_temperature=0.0, temperatures=(0.0,))
+    monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: target)
+    cache.run(alike, tmp_path / "alike")
+    assert len(TargetCache(tmp_path / "alike/cache")) == 1
 
 
 def test_prompts_may_be_given(target, get_config, tmp_path):
@@ -133,9 +171,6 @@ def test_head_is_that_of_the_target(target, tmp_path):
         np.testing.assert_array_equal(head.params[name]["weight"], target.params[name]["weight"])
     (tmp_path / "cache/target.json").write_text("{}")
     with pytest.raises(ValueError, match="is damaged"):
-        load_head(tmp_path / "cache")
-    (tmp_path / "cache/target.json").unlink()
-    with pytest.raises(ValueError, match="holds no head"):
         load_head(tmp_path / "cache")
 
 
@@ -167,7 +202,10 @@ def test_given_answers_make_a_cache_that_their_texts_make_again(
     data = TargetCache(tmp_path / "data/cache")
     answers = [target.tokenizer.decode(s.tokens_T[s.loss_mask_T].tolist()) for s in data]
     assert sorted(answers) == sorted(f"{i}, {i} and {i} again" for i in range(12))
-    texts = {"texts": str(tmp_path / "data/texts.npz")}
+    texts = read_texts(tmp_path / "data/texts.npz")
+    for i, part in enumerate((texts[:5], texts[5:])):
+        save_texts(tmp_path / f"part_{i}.npz", part)
+    texts = {"texts": str(tmp_path / "part_*.npz")}
     cache.run(get_config("cache", **CACHE | texts), tmp_path / "again")
     again = TargetCache(tmp_path / "again/cache")
     for left, right in zip(data, again, strict=True):
@@ -181,15 +219,9 @@ def test_given_texts_go_on_after_an_interruption(
 ):
     config = get_config("cache", **CACHE | chats | {"batch_size": 2})
     cache.run(config, tmp_path / "whole")
-    real, calls = small_shards.add, []
-
-    def stop(self, *args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        real(self, *args)
-
-    monkeypatch.setattr(small_shards, "add", stop)
+    sizes = []
+    monkeypatch.setattr(cache, "check_room", lambda folder, size: sizes.append(size))
+    interrupt_third(monkeypatch, small_shards, "add")
     with pytest.raises(KeyboardInterrupt):
         cache.run(config, tmp_path / "halves")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "response": "another"}))
@@ -201,6 +233,23 @@ def test_given_texts_go_on_after_an_interruption(
     whole, halves = (TargetCache(tmp_path / name / "cache") for name in ("whole", "halves"))
     for left, right in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
+    shards = [shard["bytes"] for shard in whole.manifest["shards"]]
+    assert sizes == [sum(shards), sum(shards[2:])]  # what is still to be written
+
+
+@pytest.mark.slow
+def test_other_prompts_do_not_go_on_with_a_cache(
+    target, small_shards, get_config, tmp_path, monkeypatch
+):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": [text]}) for text in ("ab", "hello", "x")))
+    options = {"prompts": str(path), "batch_size": 1, "min_answer_tokens": 1}
+    interrupt_third(monkeypatch, cache, "write_answers")
+    with pytest.raises(KeyboardInterrupt):
+        cache.run(get_config("cache", **CACHE | options), tmp_path / "data")
+    path.write_text(json.dumps({"turns": ["another"]}))
+    with pytest.raises(CacheError, match=r"made with another made_with\.prompts"):
+        cache.run(get_config("cache", **CACHE | options), tmp_path / "data")
 
 
 @pytest.mark.slow
@@ -211,8 +260,10 @@ def test_online_training_and_going_on_from_a_drafter(
     train.run(get_config("train", **TRAIN | chats), tmp_path / "run")
     first = specjax.load_drafter(tmp_path / "run/drafter", target)
     assert first.model.config.block_size == 7
-    more = {"start": str(tmp_path / "run/drafter"), "drafter.block_size": 3}
-    more |= {"training.learning_rate": 1e-9}
+    more = {"start": str(tmp_path / "run/drafter"), "training.learning_rate": 1e-9}
+    same = make_plan(get_config("train", **TRAIN | chats | more), tmp_path / "same")
+    assert same.objective.model == first.model
+    more |= {"drafter.block_size": 3}
     train.run(get_config("train", **TRAIN | chats | more), tmp_path / "more")
     second = specjax.load_drafter(tmp_path / "more/drafter", target)
     assert second.model.config.block_size == 3
@@ -229,10 +280,57 @@ def test_online_training_and_going_on_from_a_drafter(
     specjax.load_drafter(tmp_path / "other/drafter", other)
 
 
+@pytest.fixture
+def cached(target, chats, get_config, tmp_path):
+    """Settings that train from a cache."""
+    cache.run(get_config("cache", **CACHE | chats), tmp_path / "data")
+    return TRAIN | {"cache": str(tmp_path / "data/cache")}
+
+
 @pytest.mark.slow
-def test_draft_layers_may_start_as_the_targets(target, chats, get_config, tmp_path):
+def test_a_cache_without_a_head_takes_that_of_the_target(cached, target, get_config, tmp_path):
+    """DeepSpec's have none."""
+    train.run(get_config("train", **cached), tmp_path / "with")
+    for name in ("target.json", "target.safetensors"):
+        (tmp_path / "data/cache" / name).unlink()
+    train.run(get_config("train", **cached, mask_token_id=255), tmp_path / "without")
+    plan = make_plan(get_config("train", **cached, mask_token_id=255), tmp_path / "plan")
+    assert plan.data.identity.items() >= target.identity().items()
+    left, right = (
+        specjax.load_drafter(tmp_path / name / "drafter", target).params
+        for name in ("with", "without")
+    )
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+@pytest.mark.slow
+def test_a_target_other_than_the_caches_gives_no_layers(
+    cached, target, get_config, tmp_path, monkeypatch
+):
+    other = dataclasses.replace(target, params=jax.tree.map(lambda x: x * 1.01, target.params))
+    monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: other)
+    with pytest.raises(ValueError, match="is of other weights"):
+        train.run(get_config("train", **cached, **{"drafter.layers_from": (1,)}), tmp_path / "run")
+
+
+def test_dflash_and_all_candidates_take_one_setting_each(
+    target, chats, get_config, tmp_path, capsys
+):
+    options = {"drafter.markov_rank": 0, "drafter.candidates": 0, "training.max_len": 20}
+    plan = make_plan(get_config("train", **TRAIN | chats | options), tmp_path)
+    assert not plan.objective.model.config.confidence_with_markov
+    assert plan.objective.model.config.candidates is None
+    assert "12 of 12 sequences are cut to config.training.max_len=20" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["online", "cache"])
+def test_draft_layers_may_start_as_the_targets(
+    request, target, chats, get_config, tmp_path, source
+):
     options = {"drafter.layers_from": (1,), "training.learning_rate": 1e-9}
-    train.run(get_config("train", **TRAIN | chats | options), tmp_path / "run")
+    settings = request.getfixturevalue("cached") if source == "cache" else TRAIN | chats
+    train.run(get_config("train", **settings | options), tmp_path / "run")
     drafter = specjax.load_drafter(tmp_path / "run/drafter", target)
     for name in ("gate_proj", "up_proj", "down_proj"):
         np.testing.assert_allclose(

@@ -172,8 +172,8 @@ def test_modules_without_weight_are_refused_for_a_target_that_stays_as_it_is(
     monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: given())
     write_texts(tmp_path / "texts.npz", 200)
     options = {"corpus": "", "texts": str(tmp_path / "texts.npz"), "target": "given"}
-    config = get_config("mtp", train_target=False, **options, **{"mtp_losses.modules": 0.0})
-    with pytest.raises(ValueError, match=r"mtp_losses\.modules is 0"):
+    config = get_config("mtp", train_target=False, **options, **{"mtp_losses.scale": 0.0})
+    with pytest.raises(ValueError, match=r"mtp_losses\.scale is 0"):
         make_plan(config, tmp_path)
 
 
@@ -234,7 +234,7 @@ def test_a_special_token_that_a_document_spells_out_is_text(get_config):
         ({"tokenizer": "nowhere"}, "cannot load the tokeniser"),
         ({"model.num_heads": 3}, "must be a multiple of num_kv_heads"),
         ({"mtp.depth": 0}, "depth must be at least 1"),
-        ({"mtp_losses.modules": -1.0}, "loss weights"),
+        ({"mtp_losses.scale": -1.0}, "loss weights"),
         ({"mtp.depth": 63}, "module 63 has nothing to learn from texts of up to 64 tokens"),
         (
             {"mtp.depth": 4000, "training.max_len": 5000, "model.max_len": 64},

@@ -114,7 +114,7 @@ def test_the_targets_own_loss_equals_a_loop(rng):
 
 
 def test_the_modules_count_less_late_in_a_run(rng):
-    parts, weights = batch(rng), MTPLossWeights(0.3, modules_late=0.1, late=0.6)
+    parts, weights = batch(rng), MTPLossWeights(0.3, late_scale=0.1, late=0.6)
     early, late = (losses(parts, weights, progress=progress).total for progress in (0.59, 0.6))
     np.testing.assert_allclose(early, 3 * late, rtol=1e-5)
     same = [losses(parts, progress=progress).total for progress in (0.0, 1.0)]
@@ -133,7 +133,7 @@ def test_no_gradient_flows_into_the_targets_distribution(rng):
 
 @pytest.mark.parametrize(
     "options",
-    [{"modules": -1.0}, {"distillation": 1.5}, {"late": 2.0}, {"modules_late": np.inf}],
+    [{"scale": -1.0}, {"distillation": 1.5}, {"late": 2.0}, {"late_scale": np.inf}],
 )
 def test_wrong_weights_are_refused(options):
     with pytest.raises(ValueError, match="must be"):

@@ -31,7 +31,7 @@ def joint(kind, compute_dtype="float32", **options):
     if kind == "none":
         objective, params = None, {}
     elif kind == "mtp":
-        weights = MTPLossWeights(**{"modules": 0.3, **options})
+        weights = MTPLossWeights(**{"scale": 0.3, **options})
         model, params = init_mtp(target, key, depth=2)
         objective = MTPObjective(model, weights, compute_dtype)
     else:
@@ -73,13 +73,13 @@ def rows(rng):
 def test_without_weight_the_modules_leave_the_targets_loss_alone(rows):
     plain, trained = joint("none")
     expected = losses_of(plain, trained, batch(rows))
-    for modules in (0.0, 0.3):
-        objective, trained = joint("mtp", modules=modules)
+    for scale in (0.0, 0.3):
+        objective, trained = joint("mtp", scale=scale)
         got = losses_of(objective, trained, batch(rows))
         np.testing.assert_allclose(got["main"], expected["main"], rtol=1e-6)
         assert got["weight"] == expected["weight"]
         difference = got["total"] - got["main"]
-        np.testing.assert_allclose(difference, modules * got["cross_entropy_K"].mean(), rtol=1e-4)
+        np.testing.assert_allclose(difference, scale * got["cross_entropy_K"].mean(), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def counting_rows(rng, count):
 @pytest.mark.slow
 def test_depths_learn_what_is_so_many_steps_ahead(rng, tmp_path):
     """On a counting language; an index slip would leave the acceptance at about none."""
-    objective, trained = joint("mtp", modules=1.0)
+    objective, trained = joint("mtp", scale=1.0)
     settings = Training(steps=150, batch_size=8, max_len=LENGTH, learning_rate=3e-3, held_out=16)
     run = Trainer(objective, trained, {}, TextAlone(counting_rows(rng, 200)), settings)
     held_out = run.run(tmp_path, eval_every=1000, save_every=1000)
@@ -158,7 +158,7 @@ def test_a_target_in_training_resumes_bitwise(rows, tmp_path):
     settings = Training(steps=6, batch_size=2, max_len=LENGTH, held_out=1)
 
     def run(folder, until):
-        objective, trained = joint("mtp", modules_late=0.1, late=0.5)
+        objective, trained = joint("mtp", late_scale=0.1, late=0.5)
         trainer = Trainer(objective, trained, {}, TextAlone(rows), settings)
         trainer.run(tmp_path / folder, eval_every=2, save_every=100, until=until)
         return trainer.state

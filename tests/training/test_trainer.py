@@ -65,6 +65,10 @@ def same(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+def last_line(folder):
+    return json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+
+
 def test_ten_steps_equal_five_resumed_and_five_bitwise(target, cache, tmp_path):
     whole = trainer(target, cache)
     whole.run(tmp_path / "whole", eval_every=100, save_every=100)
@@ -75,6 +79,8 @@ def test_ten_steps_equal_five_resumed_and_five_bitwise(target, cache, tmp_path):
     again.run(tmp_path / "halves", eval_every=3, save_every=100)
     assert int(again.state.step) == 10
     same(again.state, whole.state)
+    counted = [last_line(tmp_path / name)["anchors"] for name in ("whole", "halves")]
+    assert counted[0] == counted[1] > 10
 
 
 @pytest.mark.slow
@@ -155,7 +161,8 @@ def test_training_is_logged_and_improves_held_out_acceptance(target, cache, tmp_
     assert train[-1]["expected_length"] > train[0]["expected_length"] + 0.2
     assert train[-1]["tokens_per_second"] > 0
     assert len(train[-1]["acceptance_G"]) == 4
-    assert list((tmp_path / "tensorboard").iterdir())
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"held_out/acceptance_G/4" in events.read_bytes()
     steps = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert "120" in steps
     assert len(steps) <= 2

@@ -27,6 +27,7 @@ def get_config(variant: str = "") -> ConfigDict:
         batch_size=4 if smoke else 32,
         user_tokens=16 if smoke else 96,
         answer_tokens=32 if smoke else 256,
+        user_openings=("",),  # words that written user turns begin with, in turn
         user_temperature=1.0,
         temperatures=(0.0, 0.8),  # of the answers, in turn
         top_k=0,  # these of user turns and answers alike

@@ -2,14 +2,14 @@ r"""How the shipped drafter smollm2-135m-dspark was made.
 
 Run from the repository's root:
 
-    for step in data train more_data more; do
+    for step in data_0 train_0 data_1 train_1 data_2 train_2; do
         python -m specjax.main --config=configs/smollm2_dspark.py:$step \
             --workdir=runs/smollm2/$step || break
     done
 
-The texts are token ids that the target wrote itself (`:write`, and with `--config.seed=1
---config.tokens=438000`). The drafter learnt from the first file of them, then from both. `:smoke`
-is a small training run.
+The texts are token ids that the target wrote itself (`:write_0`, `:write_1` and `:write_2`). The
+drafter learns from the first file of them, then goes on with two, then with three. `:smoke` is a
+small training run.
 """
 
 from ml_collections import ConfigDict
@@ -17,40 +17,55 @@ from ml_collections import ConfigDict
 from configs import cache, train
 
 WORK = "runs/smollm2"
-TEXTS = {"data": "texts_0.npz", "more_data": "texts_[01].npz"}
+TOKENS = {"0": 800_000, "1": 438_000, "2": 300_000}  # that each stage adds
+OPENINGS = (  # of the user turns of the last: more code and sums than the target writes unasked
+    "",
+    "Write a Python function that",
+    "Complete this Python function:\n\n```python\ndef",
+    "Anna has",
+    "",
+    "Write Python code to",
+    "Write a program that",
+    "A shop sells",
+)
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    if variant == "write" or variant in TEXTS:
-        config = cache.get_config()
-        config.taps = (1, 10, 19, 28)
-        if variant in TEXTS:
-            config.texts = f"experiments/smollm2_dspark/{TEXTS[variant]}"
-            return config
-        config.tokens = 800_000
-        # Rows of 256 slots and one program for all batches.
-        config.update(batch_size=128, user_tokens=64, answer_tokens=159)
-        config.temperatures = (0.0, 0.0, 0.8)
-        return config
-    if variant not in ("train", "more", "smoke"):
-        raise ValueError(
-            f"unknown variant {variant!r} of this config: known are 'write', 'data', 'train', "
-            f"'more_data', 'more' and 'smoke'"
-        )
-    config = train.get_config("smoke" if variant == "smoke" else "")
-    config.cache = f"{WORK}/data/cache"
+    known = ["smoke", *(f"{kind}_{i}" for i in TOKENS for kind in ("write", "data", "train"))]
+    if variant not in known:
+        raise ValueError(f"unknown variant {variant!r} of this config: known are {known}")
+    kind, _, stage = variant.partition("_")
+    if kind in ("write", "data"):
+        return _data(kind, stage)
+    config = train.get_config("smoke" if kind == "smoke" else "")
+    config.cache = f"{WORK}/data_{stage or 0}/cache"
     config.drafter.update(num_layers=2, layers_from=(28, 29), block_size=5, draft_vocab=8192)
     config.losses.update(cross_entropy=0.0, soft_cross_entropy=1.0, total_variation=0.0)
-    if variant == "smoke":
+    if kind == "smoke":
         return config
     config.training.update(
         steps=10_500, max_len=256, learning_rate=2e-3, warmup_ratio=0.02, held_out=128
     )
     config.num_anchors = 8
     config.update(eval_every=500, save_every=1000)
-    if variant == "more":
-        config.update(cache=f"{WORK}/more_data/cache", start=f"{WORK}/train/drafter")
+    if stage != "0":
+        config.start = f"{WORK}/train_{int(stage) - 1}/drafter"
         config.losses.update(soft_cross_entropy=0.3, total_variation=0.7)
         config.training.update(steps=5_500, learning_rate=1e-3)
-        config.update(num_anchors=16, seed=1)
+        config.update(num_anchors=16, seed=int(stage))
+    return config
+
+
+def _data(kind: str, stage: str) -> ConfigDict:
+    config = cache.get_config()
+    config.taps = (1, 10, 19, 28)
+    if kind == "data":
+        config.texts = f"experiments/smollm2_dspark/texts_[0-{stage}].npz"
+        return config
+    # Rows of 256 slots and one program for all batches.
+    config.update(batch_size=128, user_tokens=64, answer_tokens=159)
+    config.temperatures = (0.0, 0.0, 0.8)
+    config.update(tokens=TOKENS[stage], seed=int(stage))
+    if stage == "2":
+        config.update(user_openings=OPENINGS, user_temperature=0.8)
     return config

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +45,15 @@ def _output_path(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}: make it first")
-    return path
+    if path.is_dir() or path.suffix != ".json":
+        raise argparse.ArgumentTypeError(
+            f"{path} must be a file NAME.json (the figure is NAME.png)"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write to {path.parent}: {error}") from error
 
 
 def provenance() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import dataclasses
 import math
 import statistics
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ from typing import Any
 import jax
 import numpy as np
 from common import argument_parser, provenance, read_log, save_figure
+from jaxtyping import Bool
+from tqdm import tqdm
 
 import specjax
 from specjax.checkpoints.head import load_head
-from specjax.data.target_cache import TargetCache
+from specjax.data.target_cache import Sample, TargetCache
+from specjax.decoding.types import PyTree
 from specjax.drafters.borrowed import language_model_head
-from specjax.drafters.dspark_init import init_dspark
+from specjax.drafters.dspark_init import init_dspark, with_block_size
 from specjax.evaluation.report import format_table
-from specjax.files import write_json
+from specjax.files import digest, write_json
 from specjax.tasks.common import enable_compilation_cache
 from specjax.tasks.plans import frequent_tokens
 from specjax.training.features import CachedStates
@@ -53,29 +57,72 @@ TRAINING: dict[str, Any] = {
     "held_out": 128,
 }
 OBJECTIVE: dict[str, Any] = {"num_anchors": 8, "weights": SOFT}
-# Of the drafter and of the rest: what differs from the base.
-VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "base": ({}, {}),
-    "random layers": ({"layers_from": ()}, {}),
-    "paper's losses": ({}, {"weights": LossWeights()}),
-    "1 sequence x 64": ({}, {"batch_size": 1, "num_anchors": 64}),
-    "8 sequences x 64": ({}, {"num_anchors": 64}),
-    "learning rate 5e-4": ({}, {"learning_rate": 5e-4}),
-    "learning rate 6e-3": ({}, {"learning_rate": 6e-3}),
-    "2 layers": ({"num_layers": 2, "layers_from": (28, 29)}, {}),
-    "2 taps": ({"taps": (19, 28)}, {}),
-    "1 tap": ({"taps": (28,)}, {}),
-    "rank 0 (DFlash)": ({"markov_rank": 0, "confidence_with_markov": False}, {}),
-    "rank 256": ({"markov_rank": 256}, {}),
-    "block 3": ({"block_size": 3}, {}),
-    "block 7": ({"block_size": 7}, {}),
-    "vocabulary 4096": ({"draft_vocab": 4096}, {}),
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """What a run has otherwise than the base.
+
+    Attributes:
+      drafter: its options.
+      training: of the run and its objective.
+      texts: "all", or equally many that are "greedy", "sampled", or "mixed" as in all.
+      scale: factor of the random matrices of the backbone at the start.
+      then: of the second half of the steps, which goes on with the drafter of the first.
+    """
+
+    drafter: dict[str, Any] = dataclasses.field(default_factory=dict)
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    texts: str = "all"
+    scale: float = 1.0
+    then: "Variation | None" = None
+
+
+VARIATIONS = {
+    "base": Variation(),
+    "fewer texts": Variation(texts="mixed"),
+    "fewer texts, greedy": Variation(texts="greedy"),
+    "fewer texts, sampled": Variation(texts="sampled"),
+    "random layers": Variation({"layers_from": ()}),
+    "random layers, half the scale": Variation({"layers_from": ()}, scale=0.5),
+    "2 layers": Variation({"num_layers": 2, "layers_from": (28, 29)}),
+    "2 taps": Variation({"taps": (19, 28)}),
+    "1 tap": Variation({"taps": (28,)}),
+    "rank 0 (DFlash)": Variation({"markov_rank": 0, "confidence_with_markov": False}),
+    "rank 256": Variation({"markov_rank": 256}),
+    "block 3": Variation({"block_size": 3}),
+    "block 7": Variation({"block_size": 7}),
+    "block 3, then 5": Variation({"block_size": 3}, then=Variation()),
+    "vocabulary 4096": Variation({"draft_vocab": 4096}),
+    "paper's losses": Variation(training={"weights": LossWeights()}),
+    "base, then paper's losses": Variation(then=Variation(training={"weights": LossWeights()})),
+    "1 sequence x 64": Variation(training={"batch_size": 1, "num_anchors": 64}),
+    "8 sequences x 32": Variation(training={"num_anchors": 32}),
+    "learning rate 5e-4": Variation(training={"learning_rate": 5e-4}),
+    "learning rate 6e-3": Variation(training={"learning_rate": 6e-3}),
 }
 # Another question: how fast the prototype's shape is trained, two layers and blocks of 7.
-THROUGHPUT = (
+THROUGHPUT = Variation(
     {"num_layers": 2, "layers_from": (28, 29), "block_size": 7},
     {"batch_size": 4, "num_anchors": 128},
 )
+
+
+class Chosen:
+    """Some of the sequences of training data, which are as `TrainingData` says."""
+
+    def __init__(self, data: CachedStates, indices: Sequence[int]):
+        """Takes the data and which of it, in order."""
+        self._data, self._indices = data, indices
+        self.texts = [data.texts[i] for i in indices]
+        self.identity = {"chosen": digest([*indices]), **data.identity}
+        self.complete = data.complete
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Sample:
+        return self._data[self._indices[int(index)]]
 
 
 def main() -> None:
@@ -108,76 +155,126 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"the cache {arguments.cache} is of {head.name}, not of {target.name}")
     steps = 2 if arguments.smoke else arguments.steps
     held_out = 2 if arguments.smoke else TRAINING["held_out"]
+    greedy = are_greedy(target, cache, len(cache) - held_out)
+    kinds = kinds_of_texts(greedy)
     runs = {}
     for name in arguments.only:
-        runs[name] = train(target, cache, *VARIATIONS[name], steps, held_out)
+        runs[name] = train(target, cache, VARIATIONS[name], kinds, steps, held_out)
         print(f"{name}: accepted length {runs[name]['expected_length'][-1]:.3f}", flush=True)
-    throughput = train(target, cache, *THROUGHPUT, min(steps, 60), held_out)
-    greedy = greedy_sequences(target, cache, 64 if not arguments.smoke else 2)
+    throughput = train(target, cache, THROUGHPUT, kinds, min(steps, 60), held_out)
     return {
         **provenance(),
         "steps": steps,
         "sequences": len(cache),
-        "greedy_part": greedy,
+        "greedy_part": float(np.mean(greedy)),
+        "fewer_texts": len(kinds["mixed"]),
         "anchors_per_second": throughput["anchors_per_second"],
         "runs": runs,
     }
 
 
+def are_greedy(
+    target: specjax.Target, cache: TargetCache, count: int
+) -> Bool[np.ndarray, " count"]:
+    """Which of the first sequences have answers that are the target's arg-max.
+
+    All but 3 % of an answer's tokens: rounding may have changed some.
+    """
+    head = language_model_head(target)
+    best = jax.jit(lambda hidden_TD: head.logits(hidden_TD).argmax(axis=-1))
+    greedy = []
+    for i in tqdm(range(count), desc="which texts are greedy"):
+        sample = cache[i]
+        hidden_TD = sample.hidden_TD.astype(np.float32)
+        padded_TD = np.pad(hidden_TD, ((0, -len(hidden_TD) % 256), (0, 0)))  # few programs
+        predicted_T = np.asarray(best(padded_TD))[: len(hidden_TD) - 1]
+        learnt_T = sample.loss_mask_T[1:]
+        greedy.append(np.mean((predicted_T == sample.tokens_T[1:])[learnt_T]) > 0.97)
+    return np.array(greedy)
+
+
+def kinds_of_texts(greedy: Bool[np.ndarray, " count"]) -> dict[str, list[int]]:
+    """Which sequences are meant by `Variation.texts`."""
+    kinds = {
+        "mixed": np.arange(len(greedy)),
+        "greedy": np.nonzero(greedy)[0],
+        "sampled": np.nonzero(~greedy)[0],
+    }
+    fewer = min(map(len, kinds.values()))
+    spread = {
+        name: which[np.linspace(0, len(which) - 1, fewer, dtype=int)].tolist()
+        for name, which in kinds.items()
+    }
+    return {"all": kinds["mixed"].tolist(), **spread}
+
+
 def train(
     target: specjax.Target,
     cache: TargetCache,
-    drafter: dict[str, Any],
-    changes: dict[str, Any],
+    variation: Variation,
+    kinds: dict[str, list[int]],
     steps: int,
     held_out: int,
 ) -> dict[str, Any]:
     """One run: its learning curve on the held-out sequences, and its speed."""
-    options = DRAFTER | drafter
+    options = DRAFTER | variation.drafter
     vocabulary = frequent_tokens(cache.texts[:-held_out], options.pop("draft_vocab"), 49152)
     model, params = init_dspark(
         target, jax.random.key(0), draft_vocab=vocabulary, dtype="float32", **options
     )
-    options = OBJECTIVE | {name: value for name, value in changes.items() if name in OBJECTIVE}
-    objective = DSparkObjective(model, **options, compute_dtype=target.dtype)
-    options = {name: value for name, value in changes.items() if name not in OBJECTIVE}
-    settings = Training(steps=steps, **TRAINING | options | {"held_out": held_out})
+    if variation.scale != 1:
+        params = _scale(params, variation.scale)
     head = language_model_head(target)
+    trained, fixed = divide(params, head)
     data = CachedStates(cache, head, model.taps)
-    trainer = Trainer(objective, *divide(params, head), data, settings)
+    data = Chosen(data, [*kinds[variation.texts], *range(len(cache) - held_out, len(cache))])
+    phases = [variation, *([variation.then] if variation.then else [])]
     every = max(steps // 5, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.run(Path(folder), eval_every=every, save_every=steps + 1, log_every=10)
-        log = read_log(Path(folder))
-    steps_per_second, anchors_per_second = (
-        statistics.median([entry[rate] for entry in log if rate in entry] or [math.nan])
-        for rate in ("steps_per_second", "anchors_per_second")
-    )
-    held = [entry for entry in log if entry["set"] == "held_out"]
+    curve: dict[str, list[float]] = {"steps": [], "seconds": [], "expected_length": []}
+    done, seconds = 0, 0.0
+    for phase in phases:
+        model = with_block_size(model, (DRAFTER | phase.drafter)["block_size"])
+        chosen = OBJECTIVE | TRAINING | phase.training | {"held_out": held_out}
+        objective = DSparkObjective(
+            model, **{name: chosen.pop(name) for name in OBJECTIVE}, compute_dtype=target.dtype
+        )
+        settings = Training(steps=max(steps // len(phases), 1), **chosen)
+        trainer = Trainer(objective, trained, fixed, data, settings)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.run(Path(folder), eval_every=every, save_every=steps + 1, log_every=10)
+            log = read_log(Path(folder))
+        rates = {rate: _median(log, rate) for rate in ("steps_per_second", "anchors_per_second")}
+        held = [entry for entry in log if entry["set"] == "held_out"]
+        for entry in held:
+            curve["steps"].append(done + entry["step"])
+            curve["seconds"].append(seconds + entry["step"] / rates["steps_per_second"])
+            curve["expected_length"].append(entry["expected_length"])
+        done, seconds, trained = curve["steps"][-1], curve["seconds"][-1], trainer.state.params
     return {
-        "drafter": drafter,
-        "training": {name: value for name, value in changes.items() if name != "weights"},
-        "losses": dataclasses.asdict(objective.weights),
-        "seconds_per_step": 1 / steps_per_second,
-        "anchors_per_second": anchors_per_second,
-        "steps": [entry["step"] for entry in held],
-        "seconds": [entry["step"] / steps_per_second for entry in held],
-        "expected_length": [entry["expected_length"] for entry in held],
+        "phases": [_plain(phase) for phase in phases],
+        "seconds_per_step": seconds / done,
+        "anchors_per_second": rates["anchors_per_second"],
+        **curve,
         "acceptance_by_position": held[-1]["acceptance_G"],
     }
 
 
-def greedy_sequences(target: specjax.Target, cache: TargetCache, count: int) -> float:
-    """The part of the last sequences whose answers are the target's arg-max throughout."""
-    head = language_model_head(target)
-    best = jax.jit(lambda hidden_TD: head.logits(hidden_TD).argmax(axis=-1))
-    greedy = []
-    for i in range(len(cache) - min(count, len(cache)), len(cache)):
-        sample = cache[i]
-        predicted = np.asarray(best(sample.hidden_TD.astype(np.float32)))[:-1]
-        learnt = sample.loss_mask_T[1:]
-        greedy.append(np.mean((predicted == sample.tokens_T[1:])[learnt]) > 0.97)
-    return float(np.mean(greedy))
+def _median(log: list[dict[str, Any]], rate: str) -> float:
+    return statistics.median([entry[rate] for entry in log if rate in entry] or [math.nan])
+
+
+def _plain(phase: Variation) -> dict[str, Any]:
+    """For JSON, without what comes after."""
+    return dataclasses.asdict(dataclasses.replace(phase, then=None))
+
+
+def _scale(params: PyTree, factor: float) -> PyTree:
+    """The parameters with smaller or larger matrices in the backbone."""
+
+    def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return leaf * factor if path[0].key.startswith("layer_") and leaf.ndim == 2 else leaf
+
+    return jax.tree_util.tree_map_with_path(scaled, params)
 
 
 def _table(runs: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and JSON of plain values."""
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import json
@@ -83,3 +84,31 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[
 def digest(value: Any) -> str:
     """SHA-256 of the value as JSON."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of what the file holds."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other processes that ask for the same out of a folder, which is made if need be.
+
+    Raises:
+      ValueError: another one is there.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            opened = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process works in {folder}: wait for it, or give another folder"
+            ) from None
+        except OSError:  # it cannot be made, or its file system has no locks
+            pass
+        yield

@@ -15,6 +15,8 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from specjax.files import alone_in
+
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file of the run, FILE[:variant].")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for the results. By default a new one: runs/NAME-DATE-TIME."
@@ -42,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         # Imported here because that takes seconds, in which it may be interrupted.
         task = importlib.import_module(f"specjax.tasks.{config.task}")
-        task.run(config, workdir)
+        with alone_in(workdir):
+            task.run(config, workdir)
     except (ValueError, OSError) as error:
         return _fail(error)
     except KeyboardInterrupt:

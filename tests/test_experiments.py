@@ -152,15 +152,18 @@ def test_drafter_training(tmp_path, smollm2_gguf):
     )
     assert made.returncode == 0, made.stderr
     out, cache = tmp_path / "result.json", f"--cache={tmp_path}/data/cache"
-    done = start("drafter_training.py", f"--out={out}", "--smoke", cache, "--only", "block 3")
+    done = start(
+        "drafter_training.py", f"--out={out}", "--smoke", cache, "--only", "block 3, then 5"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["sequences"] == 6
     assert result["greedy_part"] == 0
     (name, tried), *others = result["runs"].items()
-    assert (name, others) == ("block 3", [])
+    assert (name, others) == ("block 3, then 5", [])
     assert tried["steps"] == [1, 2]
-    assert len(tried["acceptance_by_position"]) == 3
+    assert [phase["drafter"] for phase in tried["phases"]] == [{"block_size": 3}, {}]
+    assert len(tried["acceptance_by_position"]) == 5
     assert all(1 < length < 4 for length in tried["expected_length"])
     assert (tmp_path / "result.png").stat().st_size > 0
 
@@ -175,6 +178,8 @@ def test_drafter_training(tmp_path, smollm2_gguf):
         (["--drafters", "a=b", "--logs", "a=nowhere"], "cannot read the training log"),
         (["--drafters", "a=b", "--prompts=nowhere/*"], "no prompt file matches"),
         (["--drafters", "a=nothing"], "unknown drafter 'nothing'"),
+        (["--drafters", "a=b", "--out=result.png"], "must be a file NAME.json"),
+        (["--drafters", "a=b", "--out=tests"], "must be a file NAME.json"),
     ],
 )
 def test_bad_arguments_are_explained(options, message, tmp_path, smollm2_gguf):

@@ -8,6 +8,7 @@ import pytest
 from absl import flags
 
 from specjax import main
+from specjax.files import alone_in
 
 # How ml_collections loads config files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -55,7 +56,16 @@ def test_runs_the_task_of_the_config(run, tasks, tmp_path):
     assert workdir == tmp_path
 
 
-def test_default_workdir_is_new_and_named_after_the_config(run, tasks):
+def test_a_workdir_is_one_process_alone(run, tasks, tmp_path, capsys):
+    with alone_in(tmp_path):
+        assert run(f"{QUICKSTART}:smoke", f"--workdir={tmp_path}") == 2
+    assert "another process works in" in capsys.readouterr().err
+    assert not tasks
+    assert run(f"{QUICKSTART}:smoke", f"--workdir={tmp_path}") == 0
+
+
+def test_default_workdir_is_new_and_named_after_the_config(run, tasks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert run(f"{QUICKSTART}:smoke") == 0
     assert re.fullmatch(r"runs/quickstart-smoke-\d{8}-\d{6}", tasks[0][1].as_posix())
 

@@ -82,6 +82,14 @@ def test_user_turns_are_sampled_from_the_template(target):
     assert target.tokenizer.decode(user_prefix(target)) == "[user]"
 
 
+def test_user_turns_begin_with_openings_in_turn(target):
+    writing = dataclasses.replace(WRITING, user_openings=("Sum", "Do"))
+    for batch, starts in enumerate((["Sum", "Do", "Sum"], ["Do", "Sum", "Do"])):
+        turns = write_user_turns(target, writing, batch)
+        assert [turn[: len(start)] for turn, start in zip(turns, starts, strict=True)] == starts
+        assert any(len(turn) > 3 for turn in turns)
+
+
 def test_targets_that_cannot_write_are_refused(target):
     with pytest.raises(ValueError, match="no tokeniser with a chat template"):
         user_prefix(dataclasses.replace(target, tokenizer=None))
@@ -130,7 +138,10 @@ def test_templates_without_a_place_for_the_user_are_refused(template):
         user_prefix(target)
 
 
-@pytest.mark.parametrize("changes", [{"batch_size": 0}, {"answer_tokens": 0}, {"temperatures": ()}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"batch_size": 0}, {"answer_tokens": 0}, {"temperatures": ()}, {"user_openings": ()}],
+)
 def test_wrong_settings_are_refused(changes):
     with pytest.raises(ValueError, match="must be at least 1"):
         Writing(**changes)

@@ -237,6 +237,7 @@ def test_files_that_hold_no_json_object_are_named(tmp_path, name, text):
         ("target_layer_ids", ["x", [], ["x"], {}, [[0]]]),
         ("num_samples", [3.7, 0, "12"]),
         ("num_shards", [-1, "x"]),
+        ("made_with", [None, []]),
         ("shards", [3, [3], [{"file_name": "../whole/shard-00000.bin"}]]),
     ],
 )
@@ -259,6 +260,35 @@ def test_a_changed_index_is_found(damaged, field, checksum):
     (damaged / "samples.idx").write_bytes(index)
     with pytest.raises(CacheError, match=r"samples\.idx is damaged"):
         TargetCache(damaged)
+
+
+def test_what_was_added_can_be_saved_at_any_time(tmp_path):
+    writer = CacheWriter(tmp_path, **MADE)
+    writer.save(0)  # nothing yet
+    writer.add(samples(0, 2), 1)
+    writer.save(1)
+    again = CacheWriter(tmp_path, **MADE)
+    assert (again.cursor, again.num_samples) == (1, 2)
+    again.add(samples(2, 1), 2)
+    again.finish(2)
+    for left, right in zip(TargetCache(tmp_path), samples(0, 3), strict=True):
+        assert_same(left[:4], right[:4])
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
+def test_damaged_shards_do_not_go_on(tmp_path, damage):
+    writer = CacheWriter(tmp_path, shard_bytes=1, **MADE)
+    writer.add(samples(0, 2), 1)
+    shard = tmp_path / "shard-00000.bin"
+    content = shard.read_bytes()
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "truncated":
+        shard.write_bytes(content[:-1])
+    else:
+        shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(CacheError, match=r"shard-00000\.bin is missing, truncated or changed"):
+        CacheWriter(tmp_path, shard_bytes=1, **MADE)
 
 
 def test_changed_progress_is_refused(tmp_path):

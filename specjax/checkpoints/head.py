@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.huggingface import open_safetensors, read_json
-from specjax.files import replacing, write_json
+from specjax.files import file_digest, replacing, write_json
 from specjax.models.config import TransformerConfig
 from specjax.models.target import Target
 from specjax.models.transformer import TransformerTarget
@@ -56,6 +56,7 @@ def save_head(directory: Path, target: Target, mask_token_id: int) -> None:
         safetensors.numpy.save_file(tensors, path)
         path.chmod(0o644)  # readable by others, as plain files are
     about = {
+        "sha256": file_digest(directory / _WEIGHTS),
         "name": target.name,
         "dtype": target.dtype,
         "stop_ids": target.stop_ids,
@@ -81,6 +82,10 @@ def load_head(directory: Path) -> tuple[TargetHead, int]:
     try:
         model = TransformerTarget(TransformerConfig.from_plain(about["config"]))
         stored = open_safetensors(directory / _WEIGHTS)
+        if file_digest(directory / _WEIGHTS) != about["sha256"]:
+            raise CheckpointError(
+                f"{directory / _WEIGHTS} has changed since the cache was made: copy it again"
+            )
         arrays = {name: jnp.asarray(tensor.read()) for name, tensor in stored.items()}
         params = {name: {"weight": array} for name, array in arrays.items()}
         expected = {"embed"} | (set() if model.config.tied_head else {"lm_head"})

@@ -32,6 +32,7 @@ class Writing:
       batch_size: rows decoded together.
       user_tokens: the longest user turn.
       answer_tokens: the longest answer.
+      user_openings: words that user turns begin with, in turn; "" leaves all to the target.
       user_temperature: of the user turns.
       temperatures: of the answers, in turn.
       top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty: of both;
@@ -43,6 +44,7 @@ class Writing:
     batch_size: int = 32
     user_tokens: int = 96
     answer_tokens: int = 256
+    user_openings: tuple[str, ...] = ("",)
     user_temperature: float = 1.0
     temperatures: tuple[float, ...] = (0.0, 0.8)
     top_k: int = 0
@@ -55,10 +57,12 @@ class Writing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.batch_size, self.user_tokens, self.answer_tokens) < 1 or not self.temperatures:
+        if min(self.batch_size, self.user_tokens, self.answer_tokens) < 1 or not (
+            self.temperatures and self.user_openings
+        ):
             raise ValueError(
                 "batch_size, user_tokens and answer_tokens must be at least 1, and temperatures "
-                f"must hold one; got {self}"
+                f"and user_openings must hold one; got {self}"
             )
         if self.min_answer_tokens > self.answer_tokens:
             raise ValueError(
@@ -139,7 +143,9 @@ class Recorder:
 
 
 def write_user_turns(target: Target, writing: Writing, batch: int) -> list[str]:
-    """One batch of user turns, sampled from the bare chat template; empty ones are left out.
+    """One batch of user turns, sampled from the chat template; empty ones are left out.
+
+    A turn is begun with an opening (`Writing.user_openings`) and is at most `user_tokens` longer.
 
     Args:
       target: with tokeniser and chat template.
@@ -147,21 +153,33 @@ def write_user_turns(target: Target, writing: Writing, batch: int) -> list[str]:
       batch: which, from 0; the same number gives the same turns.
 
     Raises:
-      ValueError: no tokeniser or chat template.
+      ValueError: no tokeniser or chat template, or turns longer than the context.
     """
     prefix = user_prefix(target)
+    tokenizer = target.tokenizer
+    assert tokenizer is not None  # user_prefix made sure
+    openings = [
+        prefix + list(tokenizer(opening, add_special_tokens=False)["input_ids"])
+        for opening in writing.user_openings
+    ]
+    longest, room = max(map(len, openings)) + writing.user_tokens, target.model.max_len
+    if longest > room:
+        raise ValueError(
+            f"user turns of up to {longest} tokens, with their opening and template, do not fit "
+            f"{target.name}'s context of {room}: reduce user_tokens ({writing.user_tokens})"
+        )
+    start = batch * writing.batch_size
     sampling = writing.sampling(writing.user_temperature, writing.seeds(batch, purpose=0))
     written = _write(
         target,
-        [prefix] * writing.batch_size,
+        [openings[(start + row) % len(openings)] for row in range(writing.batch_size)],
         NoDrafter(),
         sampling,
         writing.user_tokens,
-        max_len=len(prefix) + writing.user_tokens,
+        max_len=longest,
     )
     turns = [written.tokens(row)[len(prefix) :] for row in range(writing.batch_size)]
-    assert target.tokenizer is not None  # user_prefix made sure
-    texts = target.tokenizer.batch_decode(turns, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(turns, skip_special_tokens=True)
     return [text.strip() for text in texts if text.strip()]
 
 
@@ -226,18 +244,29 @@ def write_answers(
     return samples
 
 
+def check_chat(target: Target) -> None:
+    """Makes sure that a target can write conversations.
+
+    Raises:
+      ValueError: no tokeniser or chat template.
+    """
+    if target.tokenizer is None or not target.tokenizer.chat_template:
+        raise ValueError(
+            f"{target.name} has no tokeniser with a chat template to write conversations with: "
+            f"give texts (config.texts), or train without a cache from plain text (config.corpus "
+            f"of the task train); docs/training.md says how"
+        )
+
+
 def user_prefix(target: Target) -> list[int]:
     """The chat template up to the user's first word, as token ids.
 
     Raises:
       ValueError: no tokeniser or chat template, or one that does not show the message.
     """
+    check_chat(target)
     tokenizer = target.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
-        raise ValueError(
-            f"{target.name} has no tokeniser with a chat template to write user turns from: "
-            f"give prompts, or token ids (config.texts, see specjax.data.texts.save_texts)"
-        )
+    assert tokenizer is not None
     mark = "\N{SYMBOL FOR UNIT SEPARATOR}"
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True

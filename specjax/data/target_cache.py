@@ -25,7 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from specjax.files import changes, digest, partial_path, plain, replacing, write_json
+from specjax.files import (
+    changes,
+    digest,
+    file_digest,
+    partial_path,
+    plain,
+    replacing,
+    write_json,
+)
 
 _RECORD = struct.Struct("<QIIQQQQQ")
 _HIDDEN = np.dtype(jnp.bfloat16)
@@ -64,6 +72,14 @@ class Sample(NamedTuple):
     taps_TMD: Float[np.ndarray, "T M D"]
     hidden_TD: Float[np.ndarray, "T D"]
     normalizer_T: Float[np.ndarray, " T"] | None = None
+
+
+def are_ids(array: np.ndarray) -> bool:
+    """Whether it is a row of at least one token id, as they are stored."""
+    integers = np.issubdtype(array.dtype, np.integer)
+    return bool(
+        integers and array.ndim == 1 and len(array) and array.min() >= 0 and array.max() < 2**31
+    )
 
 
 def cache_bytes(tokens: int, samples: int, num_taps: int, width: int) -> int:
@@ -158,6 +174,15 @@ class CacheWriter:
         if len(self._data) >= self._shard_bytes:
             self._finish_shard(cursor)
 
+    def save(self, cursor: int) -> None:
+        """Finishes the shard that was begun, however short; what was added survives.
+
+        Args:
+          cursor: that of the last call of `add`.
+        """
+        if self._pending:
+            self._finish_shard(cursor)
+
     def read_tokens(self) -> Iterator[np.ndarray]:
         """Token ids of each sample of the finished shards."""
         for record in map(_RECORD.unpack, self._records):
@@ -225,7 +250,12 @@ class CacheWriter:
             )
         self._shards = state["shards"]
         for i, shard in enumerate(self._shards):
-            _check_size(self._directory / _shard_name(i), shard["bytes"])
+            path = self._directory / _shard_name(i)
+            if not path.is_file() or file_digest(path) != shard["sha256"]:
+                raise CacheError(
+                    f"{path} is missing, truncated or changed: remove {self._directory} to start "
+                    f"afresh"
+                )
             self._records += _pieces(bytes.fromhex(shard["index"]), _RECORD.size)
 
     def _check(self, sample: Sample) -> None:
@@ -235,7 +265,7 @@ class CacheWriter:
         if shapes != expected or not length:
             raise CacheError(f"arrays of shapes {shapes} where the cache has {expected}")
         tokens = sample.tokens_T
-        if not np.issubdtype(tokens.dtype, np.integer) or tokens.min() < 0 or tokens.max() >= 2**31:
+        if not are_ids(tokens):
             raise CacheError("tokens must be ids: whole numbers from 0 to 2**31 - 1")
 
     def _append(self, sample: Sample) -> None:
@@ -296,7 +326,7 @@ class TargetCache:
         self._records = self._read_index(directory / _INDEX, paths)
         self.lengths = np.array([record[2] for record in self._records])
         for path, shard in zip(paths, self.manifest["shards"], strict=True):
-            if check and "sha256" in shard and _sha256(path) != shard["sha256"]:
+            if check and "sha256" in shard and file_digest(path) != shard["sha256"]:
                 raise CacheError(f"{path} has changed since it was written: copy it again")
 
     def _read_index(self, path: Path, shards: list[Path]) -> list[tuple[int, ...]]:
@@ -421,6 +451,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         ),
         "hidden_size": _is_size(manifest.get("hidden_size")),
         "num_samples": _is_size(manifest.get("num_samples")),
+        "made_with": isinstance(manifest.get("made_with", {}), dict),
         "shards": isinstance(shards, list) and all(map(_is_shard, shards)),
         "num_shards": isinstance(shards, list) and manifest.get("num_shards") == len(shards),
     }
@@ -467,11 +498,6 @@ def _check_size(path: Path, size: int) -> None:
     found = path.stat().st_size if path.exists() else 0
     if found != size:
         raise CacheError(f"{path} is truncated: it has {found} of {size} bytes")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _shard_name(index: int) -> str:

@@ -113,7 +113,8 @@ def check_taps(taps: Sequence[int], target: Target, depth: int) -> None:
     Raises:
       ValueError: it has not.
     """
-    if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1:
+    whole = all(type(tap) is int for tap in taps)
+    if not taps or not whole or list(taps) != sorted(set(taps)) or taps[0] < -1:
         raise ValueError(f"taps must be increasing layers from -1, the embedding; got {taps}")
     if taps[-1] > depth - 2:
         raise ValueError(
@@ -249,11 +250,7 @@ def check_fits(model: DSpark, target: Target) -> None:
             f"the drafter's vocabulary has {config.backbone.vocab_size} tokens and that of "
             f"{target.name} {other.vocab_size}: it was made for another target"
         )
-    if config.mask_token_id in target.stop_ids:
-        raise ValueError(
-            f"mask_token_id {config.mask_token_id} is an end-of-sequence token of {target.name}: "
-            f"a drafter trained so would learn to end; it needs a token that text does not have"
-        )
+    check_mask_token(config.mask_token_id, target)
     if not isinstance(other, TransformerTarget):
         return
     if config.backbone.width != other.config.width:
@@ -262,6 +259,24 @@ def check_fits(model: DSpark, target: Target) -> None:
             f"it was made for another target"
         )
     check_taps(config.taps, target, other.config.num_layers)
+
+
+def check_mask_token(mask_token_id: int, target: Target) -> None:
+    """Makes sure that a token can stand for what is to be drafted.
+
+    Raises:
+      ValueError: one that the target does not have, or one that ends its sequences.
+    """
+    if not 0 <= mask_token_id < target.model.vocab_size:
+        raise ValueError(
+            f"mask_token_id {mask_token_id} lies outside the vocabulary of "
+            f"{target.model.vocab_size}"
+        )
+    if mask_token_id in target.stop_ids:
+        raise ValueError(
+            f"mask_token_id {mask_token_id} is an end-of-sequence token of {target.name}: a "
+            f"drafter trained so would learn to end; it needs a token that text does not have"
+        )
 
 
 def unused_token(target: Target) -> int:

@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 import specjax
-from specjax.api import Prompt
+from specjax.api import encode_prompts
 from specjax.checkpoints.head import save_head
 from specjax.data.hidden_states import read_samples
-from specjax.data.self_generated import Writing, write_answers, write_user_turns
+from specjax.data.self_generated import Writing, check_chat, write_answers, write_user_turns
 from specjax.data.target_cache import (
     CacheWriter,
     Sample,
@@ -24,7 +24,12 @@ from specjax.data.target_cache import (
     is_complete,
 )
 from specjax.data.texts import digest_texts, save_texts
-from specjax.drafters.dspark_init import check_taps, default_taps, unused_token
+from specjax.drafters.dspark_init import (
+    check_mask_token,
+    check_taps,
+    default_taps,
+    unused_token,
+)
 from specjax.evaluation.report import environment
 from specjax.files import digest, write_json
 from specjax.models.transformer import TransformerTarget
@@ -40,18 +45,19 @@ _PATIENCE = 20  # batches without anything new, of a target that writes user tur
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
-    """Runs the task; see configs/cache.py. Stopped, it goes on with the last whole shard.
+    """Runs the task; see configs/cache.py. Stopped, it goes on with the last whole batch.
 
     Raises:
       ValueError: bad settings, a model that cannot be loaded or gives no hidden states, a
         folder that holds another cache, or too little room on the disk.
     """
     made_with: dict[str, Any] = {"config": plain_config(config)}
-    open_workdir(workdir)
+    open_workdir(workdir, config.task)
     enable_compilation_cache(config.compilation_cache)
     writing = _writing(config)
-    if config.max_len is not None and config.max_len < 1:
-        raise ValueError(f"config.max_len must be at least 1, got {config.max_len}")
+    for name in ("tokens", "max_len"):
+        if config[name] is not None and config[name] < 1:
+            raise ValueError(f"config.{name} must be at least 1, got {config[name]}")
     target = specjax.load_target(config.target, dtype=config.dtype)
     if not isinstance(target.model, TransformerTarget):
         raise ValueError(f"{config.target} gives no hidden states to train a drafter from")
@@ -61,21 +67,27 @@ def run(config: ConfigDict, workdir: Path) -> None:
     mask_token_id = config.mask_token_id
     if mask_token_id is None:
         mask_token_id = unused_token(target)
+    check_mask_token(mask_token_id, target)
     folder = workdir / "cache"
-    given, prompts = given_texts(config, target), []
+    given, messages = given_texts(config, target), []
     if given is None:
-        prompts = [conversation.prompt for conversation in conversations(config) or ()]
+        check_chat(target)
+        messages = [conversation.prompt for conversation in conversations(config) or ()]
+    prompts = encode_prompts(target, messages) if messages else []
     made_with |= {
         "target": config.target,
         **target.identity(),
         "chat_template": digest(getattr(target.tokenizer, "chat_template", None)),
         "texts": digest_texts(given or ()),
-        "prompts": digest(prompts),
+        "prompts": digest(messages),
     }
     if not is_complete(folder, made_with):
         writer = CacheWriter(folder, taps=taps, width=width, made_with=made_with)
         if given is None:
             tokens, patience = config.tokens, None if prompts else _PATIENCE
+            if prompts:  # there may be fewer than are asked for
+                lengths = (len(prompt) + writing.answer_tokens for prompt in prompts)
+                tokens = min(tokens, sum(min(n, target.model.max_len) for n in lengths))
             batches = _write(target, prompts, taps, writing, writer.cursor)
         else:
             limit = min(config.max_len or target.model.max_len, target.model.max_len)
@@ -87,12 +99,12 @@ def run(config: ConfigDict, workdir: Path) -> None:
         save_head(folder, target, mask_token_id)
         _fill(writer, batches, tokens, patience)
     if not all((workdir / name).exists() for name in ("texts.npz", "report.json", "config.json")):
-        _report(made_with["config"], workdir, TargetCache(folder, check=False))
+        _report(made_with["config"], workdir, TargetCache(folder, check=False), len(prompts))
     print(f"Cache: {folder}")
 
 
-def _report(config: dict[str, Any], workdir: Path, cache: TargetCache) -> None:
-    """Writes what stands beside a cache: its texts and how it was made."""
+def _report(config: dict[str, Any], workdir: Path, cache: TargetCache, prompts: int) -> None:
+    """Writes what stands beside a cache of answers to so many prompts: its texts, and how."""
     save_texts(workdir / "texts.npz", cache.texts)
     report = {
         "task": config["task"],
@@ -105,12 +117,15 @@ def _report(config: dict[str, Any], workdir: Path, cache: TargetCache) -> None:
     write_json(workdir / "report.json", report)
     write_json(workdir / "config.json", config)
     print(f"{report['samples']} sequences, {report['tokens']} tokens")
+    if prompts:
+        print(f"of {prompts} prompts; too short, too long and repeated answers are left out")
 
 
 def _writing(config: ConfigDict) -> Writing:
     names = {field.name for field in dataclasses.fields(Writing)}
-    values = {name: value for name, value in config.items() if name in names}
-    return Writing(**{**values, "temperatures": tuple(config.temperatures)})
+    values: dict[str, Any] = {name: value for name, value in config.items() if name in names}
+    several = {name: tuple(config[name]) for name in ("temperatures", "user_openings")}
+    return Writing(**values | several)
 
 
 class _Batch(NamedTuple):
@@ -131,7 +146,11 @@ def _fill(
     total, cursor, idle = sum(map(len, seen)) // 4, writer.cursor, 0  # int32
     with tqdm(total=tokens, initial=total, unit=" tokens", dynamic_ncols=True) as bar:
         while total < tokens:
-            batch = next(batches, None)
+            try:
+                batch = next(batches, None)
+            except KeyboardInterrupt:
+                writer.save(cursor)
+                raise
             if batch is None:
                 break
             samples, cursor = list(_unseen(batch.samples, seen)), batch.cursor
@@ -166,7 +185,7 @@ def _read_given(
 
 def _write(
     target: specjax.Target,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[list[int]],
     taps: tuple[int, ...],
     writing: Writing,
     cursor: int,

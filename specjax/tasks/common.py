@@ -1,5 +1,6 @@
 """What the tasks share: the workdir, the compilation cache, loading, and the results."""
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,12 @@ from specjax.files import cache_folder, matching, partial_path, plain, write_jso
 _RESULTS = ("report.json", "config.json", "report.png", "finished.json")
 
 
-def open_workdir(workdir: Path) -> None:
+def open_workdir(workdir: Path, task: str) -> None:
     """Makes the folder if need be and makes sure that the results can be written to it.
 
     Raises:
       ValueError: it is no folder, cannot be made or written to, or holds folders named
-        like results.
+        like results, or another task's results.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,19 @@ def open_workdir(workdir: Path) -> None:
                 f"{path} is a folder, where a file is to be written: remove it, "
                 "or give another folder with --workdir"
             )
+    found = _task_of(workdir)
+    if found not in (None, task):
+        raise ValueError(
+            f"{workdir} holds the results of the task {found!r}: give another folder with --workdir"
+        )
+
+
+def _task_of(workdir: Path) -> str | None:
+    """Whose results a folder holds, if any."""
+    try:
+        return json.loads((workdir / "config.json").read_text(encoding="utf-8"))["task"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def enable_compilation_cache(folder: str) -> None:
@@ -116,7 +130,8 @@ def given_texts(config: ConfigDict, target: specjax.Target) -> list[TokenSequenc
     source = conversations(config)
     if source is None:
         raise ValueError("config.answers='given' needs config.prompts or config.dataset")
-    return list(encode_conversations(target, source))
+    counted = tqdm(source, desc="reading", unit=" conversations", dynamic_ncols=True)
+    return list(encode_conversations(target, counted))
 
 
 def suit_draft_len(config: ConfigDict, drafter: specjax.Drafter) -> None:

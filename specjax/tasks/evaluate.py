@@ -38,7 +38,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """
     config = config.copy_and_resolve_references()  # to complete it
     plain_config(config)  # can be written
-    open_workdir(workdir)
+    open_workdir(workdir, config.task)
     enable_compilation_cache(config.compilation_cache)
     decode_settings(config, config.batch_size)  # are possible
     files = find_prompt_files(config.prompts)

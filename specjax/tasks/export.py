@@ -22,7 +22,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     values = plain_config(config)
     if not config.drafter:
         raise ValueError("nothing to export: set config.drafter to a DSpark drafter's folder")
-    open_workdir(workdir)
+    open_workdir(workdir, config.task)
     check_place(workdir / "deepspec", replace=config.replace)
     target, drafter = load_models(config)
     model = drafter.model

@@ -28,7 +28,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """
     config = config.copy_and_resolve_references()  # to complete it
     plain_config(config)  # can be written
-    open_workdir(workdir)
+    open_workdir(workdir, config.task)
     enable_compilation_cache(config.compilation_cache)
     decode_settings(config, batch_size=1)  # are possible
     texts = {name: builtin_prompt(name) for name in config.prompts}

@@ -103,6 +103,11 @@ def make_plan(config: ConfigDict, workdir: Path) -> Plan:
 
 def _alone(config: ConfigDict, workdir: Path) -> Plan:
     """A drafter of a target that stays as it is."""
+    if config.cache and (config.texts or config.prompts or config.dataset):
+        raise ValueError(
+            "give config.cache, or config.texts, config.prompts or config.dataset to train on "
+            "without one, not both"
+        )
     cache = TargetCache(Path(config.cache)) if config.cache else None
     if cache is not None:
         target, mask_token_id = _of_cache(config, cache)
@@ -229,6 +234,8 @@ def _check_texts(texts: Sequence[Any], target: Target, max_len: int) -> None:
     Raises:
       ValueError: ids outside its vocabulary, or more tokens than its context.
     """
+    learnt = sum(int(np.sum(text.loss_mask_T)) for text in texts)
+    print(f"{len(texts)} sequences for {target.name}, {learnt} tokens of them to be learnt")
     largest = max(int(np.max(text.tokens_T, initial=0)) for text in texts)
     if largest >= target.model.vocab_size:
         raise ValueError(
@@ -436,6 +443,8 @@ def _start(config: ConfigDict, target: Target, kind: type[Any]) -> tuple[Any, Py
         raise ValueError(
             f"config.start {config.start!r} is no drafter for config.algorithm={config.algorithm!r}"
         )
+    ignored = "config.drafter but for block_size" if kind is DSpark else "config.mtp"
+    print(f"Starting from {config.start}, whose options hold: {ignored} is not used")
     # Checkpoints that have an embedding and a head may have rounded them.
     return drafter.model, attach_target(drafter.params, target)
 

@@ -22,7 +22,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         cannot be read, or a workdir that holds another run.
     """
     values = plain_config(config)
-    open_workdir(workdir)
+    open_workdir(workdir, config.task)
     enable_compilation_cache(config.compilation_cache)
     settings = Training(**config.training, seed=config.seed)
     plan = make_plan(config, workdir)
@@ -30,20 +30,30 @@ def run(config: ConfigDict, workdir: Path) -> None:
     done = trainer.last_step(workdir)
     options = {"unit": " steps", "dynamic_ncols": True, "desc": "compiling"}
     with tqdm(total=settings.steps, initial=done, **options) as bar:
+        shown: dict[str, str] = {}
 
         def show(step: int, log: dict[str, Any]) -> None:
             bar.set_description(refresh=False)
             bar.update(step - bar.n)
-            if log:
-                shown = ("total", "main", "expected_length")
-                bar.set_postfix({name: f"{log[name]:.3f}" for name in shown if name in log})
+            held_out = "held_out_" if log.get("set") == "held_out" else ""
+            for name in ("total", "main", "expected_length"):
+                if name in log:
+                    shown[held_out + name] = f"{log[name]:.3f}"
+            bar.set_postfix(shown)
 
-        trainer.run(
-            workdir,
-            eval_every=config.eval_every,
-            save_every=config.save_every,
-            on_step=show,
-        )
+        try:
+            trainer.run(
+                workdir,
+                eval_every=config.eval_every,
+                save_every=config.save_every,
+                eval_first=bool(config.start),
+                on_step=show,
+            )
+        except KeyboardInterrupt:
+            if trainer.last_step(workdir):
+                folders = plan.save(trainer.best(workdir).params)
+                bar.write(f"The best so far: {', '.join(map(str, folders.values()))}")
+            raise
     best = trainer.best(workdir)
     folders = plan.save(best.params)
     sizes = {
@@ -55,6 +65,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
         "config": values,
         "environment": environment(),
         "training": dataclasses.asdict(settings),
+        "objective": dataclasses.asdict(plan.objective),
+        "sequences": len(plan.data),
         "compute_dtype": plan.objective.compute_dtype,
         "held_out": best.losses,
         "best_step": best.step,

@@ -90,8 +90,7 @@ class CachedStates:
           cache: of the target.
           head: its language-model head.
           taps: the drafter's, among those of the cache.
-          on_tokens: called with the number of tokens done since the call before, while
-            normalizers are computed.
+          on_tokens: called with the number of tokens done since the call before.
 
         Raises:
           ValueError: a cache that does not have the taps, or of another width.
@@ -124,6 +123,8 @@ class CachedStates:
                 open(partial_path, "wb") as file,
             ):
                 np.savez(file, key=key, values=values)
+        else:
+            on_tokens(len(values))
         self._values = values
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import resource
 import signal
 import threading
@@ -24,7 +25,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from specjax.data.target_cache import collate
 from specjax.decoding.types import PyTree
-from specjax.files import changes, plain
+from specjax.files import changes, plain, replacing
 from specjax.training.features import Batch, TrainingData
 from specjax.training.objectives import Losses, Objective
 from specjax.training.optimizer import adamw, warmup_cosine
@@ -165,6 +166,7 @@ class Trainer:
         save_every: int = 100,
         log_every: int = 10,
         until: int | None = None,
+        eval_first: bool = False,
         on_step: Callable[[int, dict[str, Any]], None] = lambda step, log: None,
     ) -> dict[str, Any]:
         """Trains to the last step, or to `until`; keeps the best and the last checkpoint.
@@ -178,7 +180,9 @@ class Trainer:
           save_every: steps between checkpoints.
           log_every: steps between lines of the log.
           until: an earlier last step; the schedule is that of the whole run.
-          on_step: called after each step with what was logged.
+          eval_first: whether a new run evaluates and keeps what it starts from, which then may
+            be the best.
+          on_step: called after each step, and each evaluation, with what was logged.
 
         Returns:
           The losses on the held-out sequences at the end.
@@ -197,9 +201,12 @@ class Trainer:
             batches = self._batches()
             seconds, anchors = self._restore(manager, batches)
             position = batches.get_state()
-            log = _Log(directory, seconds, anchors)
-            stack.enter_context(contextlib.closing(log))
             step = done = int(self.state.step)
+            log = _Log(directory, step, seconds, anchors)
+            stack.enter_context(contextlib.closing(log))
+            if eval_first and not step:
+                on_step(step, log.write(step, "held_out", self.evaluate()))
+                self._save(manager, position, log)
             try:
                 while step < last:
                     batch = next(batches)
@@ -214,7 +221,7 @@ class Trainer:
                     else:
                         on_step(step, {})
                     if step % eval_every == 0 or step == last:
-                        log.write(step, "held_out", self.evaluate())
+                        on_step(step, log.write(step, "held_out", self.evaluate()))
                     if step % save_every == 0 and step < last:
                         self._save(manager, position, log)
                         done = step
@@ -237,8 +244,8 @@ class Trainer:
             if step is None:
                 losses = _plain_losses(self.evaluate())
                 return Best(self.state.params, losses, int(self.state.step))
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(self.state._asdict()))
-            params = manager.restore(step, args=args)["state"]["params"]
+            state = ocp.args.StandardRestore(self.state._asdict())
+            params = _read(manager, step, state=state)["state"]["params"]
             losses = manager.metrics(step)
             assert losses is not None  # saved with every checkpoint
             return Best(params, losses, step)
@@ -298,19 +305,18 @@ class Trainer:
         step = manager.latest_step()
         if step is None:
             return 0.0, 0
-        names = {"settings": ocp.args.JsonRestore()}
-        found = manager.restore(step, args=ocp.args.Composite(**names))["settings"]
+        found = _read(manager, step, settings=ocp.args.JsonRestore())["settings"]
         differences = changes(found, self._identity())
         if differences:
             raise ValueError(
                 f"{manager.directory} holds checkpoints of a run with another "
                 f"{'; '.join(differences)}. Give another folder, or remove it to start afresh"
             )
-        restored = manager.restore(
+        restored = _read(
+            manager,
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(self.state._asdict()), data=ocp.args.JsonRestore()
-            ),
+            state=ocp.args.StandardRestore(self.state._asdict()),
+            data=ocp.args.JsonRestore(),
         )
         self.state = TrainState(**restored["state"])
         data = restored["data"]
@@ -347,6 +353,21 @@ class Trainer:
         )
 
 
+def _read(manager: ocp.CheckpointManager, step: int, **items: Any) -> Any:
+    """Items of a checkpoint.
+
+    Raises:
+      ValueError: they cannot be read.
+    """
+    try:
+        return manager.restore(step, args=ocp.args.Composite(**items))
+    except Exception as error:  # Orbax raises whatever its parts do
+        raise ValueError(
+            f"the checkpoint {manager.directory / str(step)} is damaged ({error!r}): remove that "
+            f"folder to go on from the one before"
+        ) from error
+
+
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
     """A list that Ctrl-C is put down in; KeyboardInterrupt follows at the end.
@@ -364,6 +385,7 @@ def _interrupts() -> Iterator[list[int]]:
         if came:
             signal.default_int_handler(number, frame)
         came.append(number)
+        os.write(2, b"\nStopping after this step; Ctrl-C again stops at once.\n")
 
     signal.signal(signal.SIGINT, note)
     try:
@@ -417,9 +439,16 @@ def _train_step(
 class _Log:
     """A line of JSON for each entry, and TensorBoard's events where it is installed."""
 
-    def __init__(self, directory: Path, seconds: float, anchors: int):
-        """Goes on after so many seconds, and anchors, of training."""
-        self._file = open(directory / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+    def __init__(self, directory: Path, step: int, seconds: float, anchors: int):
+        """Goes on after so many steps, seconds and anchors of training.
+
+        What was logged after them, by a run that was killed or removed, is dropped.
+        """
+        path = directory / "log.jsonl"
+        if path.exists():
+            with replacing(path) as partial_path:
+                partial_path.write_text("".join(_until(path, step)), encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self.anchors, self._tokens = anchors, 0
         self._start = time.monotonic() - seconds
         # Seconds, steps, anchors and tokens until the last training entry.
@@ -428,7 +457,7 @@ class _Log:
         try:
             from tensorboardX import SummaryWriter
 
-            self._writer = SummaryWriter(str(directory / "tensorboard"))
+            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
         except ImportError:
             pass
 
@@ -473,6 +502,14 @@ class _Log:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _until(path: Path, step: int) -> Iterator[str]:
+    """The lines of a log up to a step, but for those that were cut short."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            if json.loads(line)["step"] <= step:
+                yield line
 
 
 def _check_data(data: TrainingData, settings: Training) -> None:

@@ -93,7 +93,7 @@ def test_a_workdir_without_permission(tmp_path, monkeypatch):
 
     monkeypatch.setattr(common.tempfile, "TemporaryFile", refuse)
     with pytest.raises(ValueError, match=r"cannot write to the workdir .* \(Permission denied\)"):
-        common.open_workdir(tmp_path)
+        common.open_workdir(tmp_path, "generate")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import signal
 
 import jax
 import numpy as np
@@ -104,13 +105,14 @@ def test_cache_goes_on_after_an_interruption(
 ):
     config = get_config("cache", **CACHE)
     cache.run(config, tmp_path / "whole")
+    monkeypatch.setattr(cache, "CacheWriter", small_shards)  # no shard is full by then
     calls = interrupt_third(monkeypatch, cache, "write_answers")
     with pytest.raises(KeyboardInterrupt):
         cache.run(config, tmp_path / "halves")
     cache.run(config, tmp_path / "halves")
     whole, halves = (TargetCache(tmp_path / name / "cache") for name in ("whole", "halves"))
     assert len(calls) > 4
-    assert calls[3][-1] == 2  # the batches of finished shards are not written again
+    assert calls[3][-1] == 2  # the batches that were finished are not written again
     for left, right in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
         np.testing.assert_array_equal(left.taps_TMD, right.taps_TMD)
@@ -148,7 +150,7 @@ def test_a_target_that_writes_nothing_new_is_not_waited_for(
     assert len(TargetCache(tmp_path / "alike/cache")) == 1
 
 
-def test_prompts_may_be_given(target, get_config, tmp_path):
+def test_prompts_may_be_given(target, get_config, tmp_path, capsys):
     lines = [json.dumps({"turns": [text]}) for text in ("ab", "hello", "x", "yz", "more")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     config = get_config("cache", **{**CACHE, "prompts": str(tmp_path / "*.jsonl"), "tokens": 9999})
@@ -158,6 +160,25 @@ def test_prompts_may_be_given(target, get_config, tmp_path):
     decoded = target.tokenizer.batch_decode([list(start) for start in starts])
     assert set(decoded) <= {f"[u]{text}:" for text in ("ab", "hello", "x", "yz", "more")}
     assert 3 <= len(data) <= 5
+    printed = capsys.readouterr().out
+    most = sum(len(f"[u]{text}:") + 30 for text in ("ab", "hello", "x", "yz", "more"))
+    assert f"{most} tokens with 2 taps" in printed  # there can be no more
+    assert "of 5 prompts" in printed
+
+
+def test_targets_without_a_chat_template_are_told_what_to_do(target, get_config, tmp_path):
+    target.tokenizer.chat_template = None
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["ab"]}))
+    for prompts in ("", str(tmp_path / "*.jsonl")):
+        config = get_config("cache", **CACHE | {"prompts": prompts})
+        with pytest.raises(ValueError, match=r"give texts \(config\.texts\), or train without"):
+            cache.run(config, tmp_path / "data")
+
+
+def test_another_tasks_results_are_not_replaced(target, chats, get_config, tmp_path):
+    cache.run(get_config("cache", **CACHE | chats), tmp_path / "data")
+    with pytest.raises(ValueError, match="holds the results of the task 'cache'"):
+        train.run(get_config("train", **TRAIN | chats), tmp_path / "data")
 
 
 def test_head_is_that_of_the_target(target, tmp_path):
@@ -169,6 +190,10 @@ def test_head_is_that_of_the_target(target, tmp_path):
     assert head.stop_ids == (256,)
     for name in ("embed", "lm_head"):
         np.testing.assert_array_equal(head.params[name]["weight"], target.params[name]["weight"])
+    tensors = tmp_path / "cache/target.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(CheckpointError, match=r"target\.safetensors has changed"):
+        load_head(tmp_path / "cache")
     (tmp_path / "cache/target.json").write_text("{}")
     with pytest.raises(ValueError, match="is damaged"):
         load_head(tmp_path / "cache")
@@ -270,6 +295,12 @@ def test_online_training_and_going_on_from_a_drafter(
     np.testing.assert_allclose(
         second.params["fc"]["weight"], first.params["fc"]["weight"], atol=1e-6
     )
+    worse = more | {"training.learning_rate": 9.0}
+    train.run(get_config("train", **TRAIN | chats | worse), tmp_path / "worse")
+    report = json.loads((tmp_path / "worse/report.json").read_text())
+    assert report["best_step"] == 0  # none is better than what it began with
+    third = specjax.load_drafter(tmp_path / "worse/drafter", target)
+    np.testing.assert_array_equal(third.params["fc"]["weight"], first.params["fc"]["weight"])
     params = jax.tree.map(lambda x: x * 1.01, target.params)
     other = dataclasses.replace(target, params=params)
     monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: other)
@@ -278,6 +309,24 @@ def test_online_training_and_going_on_from_a_drafter(
     more |= {"any_target": True}
     train.run(get_config("train", **TRAIN | chats | more), tmp_path / "other")
     specjax.load_drafter(tmp_path / "other/drafter", other)
+
+
+def test_an_interrupted_run_leaves_its_best_drafter(
+    target, chats, get_config, tmp_path, monkeypatch, capsys
+):
+    log = train.Trainer.evaluate
+
+    def interrupted(trainer):
+        if int(trainer.state.step) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return log(trainer)
+
+    monkeypatch.setattr(train.Trainer, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(get_config("train", **TRAIN | chats), tmp_path / "run")
+    assert "The best so far" in capsys.readouterr().out
+    specjax.load_drafter(tmp_path / "run/drafter", target)
+    assert not (tmp_path / "run/report.json").exists()
 
 
 @pytest.fixture
@@ -352,9 +401,18 @@ def test_draft_layers_may_start_as_the_targets(
         ("cache", {"texts": "a.npz", "prompts": "b.jsonl"}, "give config.texts, or"),
         ("cache", {"texts": "nowhere.npz"}, "cannot read the texts nowhere.npz"),
         ("cache", {"prompts": "a", "dataset": "b", "answers": "given"}, "not both"),
+        ("train", {"cache": "a", "texts": "b.npz"}, "give config.cache, or config.texts"),
+        ("train", {"cache": "a", "prompts": "b.jsonl"}, "give config.cache, or config.texts"),
+        ("cache", {"tokens": 0}, "config.tokens must be at least 1"),
+        ("cache", {"taps": (0.0,)}, "taps must be increasing layers"),
+        ("cache", {"taps": (False,)}, "taps must be increasing layers"),
+        ("cache", {"taps": ("a",)}, "taps must be increasing layers"),
+        ("cache", {"mask_token_id": -7}, "mask_token_id -7 lies outside the vocabulary"),
+        ("cache", {"mask_token_id": 256}, "is an end-of-sequence token"),
+        ("cache", {"user_tokens": 10**5}, "reduce user_tokens"),
     ],
 )
-def test_sources_that_contradict_or_lack_are_named(
+def test_sources_and_settings_that_contradict_or_lack_are_named(
     target, get_config, tmp_path, task, overrides, message
 ):
     base, run = (CACHE, cache.run) if task == "cache" else (TRAIN, train.run)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import signal
 
 import jax
@@ -97,7 +98,7 @@ def test_interrupted_runs_go_on_where_they_were(target, cache, tmp_path):
     assert again.last_step(tmp_path) == 4
     assert again.last_step(tmp_path / "new") == 0
     again.run(tmp_path, on_step=lambda step, log: steps.append(step))
-    assert steps == [5, 6, 7, 8, 9, 10]
+    assert steps == [5, 6, 7, 8, 9, 10, 10]  # the last is an evaluation
     whole = trainer(target, cache)
     whole.run(tmp_path / "whole")
     same(again.state, whole.state)
@@ -180,6 +181,24 @@ def test_what_is_the_targets_is_not_trained(target, cache, tmp_path):
     assert not {"embed", "lm_head", "draft_ids"} & run.state.params.keys()
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), run.state.params, before)
     assert all(jax.tree.leaves(moved["fc"]))
+
+
+def test_the_log_has_no_lines_of_lost_steps(target, cache, tmp_path):
+    """Whether checkpoints were removed, to start afresh, or the run was killed after the last."""
+    trainer(target, cache).run(tmp_path, until=2, log_every=1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 1, "set": "train", "tot')
+    trainer(target, cache).run(tmp_path, until=1, log_every=1)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 1]
+
+
+def test_damaged_checkpoints_are_named(target, cache, tmp_path):
+    trainer(target, cache).run(tmp_path, until=1)
+    shutil.rmtree(tmp_path / "checkpoints/1/settings")
+    with pytest.raises(ValueError, match=r"checkpoints/1 is damaged .*remove that folder"):
+        trainer(target, cache).run(tmp_path)
 
 
 def test_checkpoints_of_other_settings_are_refused(target, cache, tmp_path):

@@ -105,13 +105,13 @@ def default_taps(depth: int) -> tuple[int, ...]:
     return tuple(sorted({min(round(tap), depth - 2) for tap in spread}))
 
 
-def check_taps(taps: Sequence[int], target: Target, depth: int) -> None:
-    """Makes sure that a target has the layers, and not its last among them.
+def check_taps(taps: Sequence[Any], target: Target, depth: int) -> None:
+    """Makes sure that these are layers that a target has, and not its last among them.
 
     Of the last layer some implementations store the normed state, so none may tap it.
 
     Raises:
-      ValueError: it has not.
+      ValueError: they are not.
     """
     whole = all(type(tap) is int for tap in taps)
     if not taps or not whole or list(taps) != sorted(set(taps)) or taps[0] < -1:

@@ -55,9 +55,9 @@ def run(config: ConfigDict, workdir: Path) -> None:
     open_workdir(workdir, config.task)
     enable_compilation_cache(config.compilation_cache)
     writing = _writing(config)
-    for name in ("tokens", "max_len"):
-        if config[name] is not None and config[name] < 1:
-            raise ValueError(f"config.{name} must be at least 1, got {config[name]}")
+    for name, value in (("tokens", config.tokens), ("max_len", config.max_len)):
+        if value is not None and value < 1:
+            raise ValueError(f"config.{name} must be at least 1, got {value}")
     target = specjax.load_target(config.target, dtype=config.dtype)
     if not isinstance(target.model, TransformerTarget):
         raise ValueError(f"{config.target} gives no hidden states to train a drafter from")
@@ -124,8 +124,9 @@ def _report(config: dict[str, Any], workdir: Path, cache: TargetCache, prompts: 
 def _writing(config: ConfigDict) -> Writing:
     names = {field.name for field in dataclasses.fields(Writing)}
     values: dict[str, Any] = {name: value for name, value in config.items() if name in names}
-    several = {name: tuple(config[name]) for name in ("temperatures", "user_openings")}
-    return Writing(**values | several)
+    for name in ("temperatures", "user_openings"):
+        values[name] = tuple(values[name])
+    return Writing(**values)
 
 
 class _Batch(NamedTuple):

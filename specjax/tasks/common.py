@@ -131,7 +131,7 @@ def given_texts(config: ConfigDict, target: specjax.Target) -> list[TokenSequenc
     if source is None:
         raise ValueError("config.answers='given' needs config.prompts or config.dataset")
     counted = tqdm(source, desc="reading", unit=" conversations", dynamic_ncols=True)
-    return list(encode_conversations(target, counted))
+    return list(encode_conversations(target, iter(counted)))
 
 
 def suit_draft_len(config: ConfigDict, drafter: specjax.Drafter) -> None:

@@ -74,14 +74,17 @@ def test_fewer_taps_than_the_cache_has_may_be_used(cache, head):
 
 def test_normalizers_are_computed_once_for_each_head(cache, head):
     first = CachedStates(cache, head, TAPS)
-    count = []
+    count, path = [], cache.directory / "normalizers.npz"
+    written = path.stat().st_mtime_ns
     again = CachedStates(cache, head, TAPS, count.append)
-    assert not count
+    assert path.stat().st_mtime_ns == written
+    assert sum(count) == sum(cache.lengths)  # as where they are computed
+    count.clear()
     np.testing.assert_array_equal(first[2].normalizer_T, again[2].normalizer_T)
     other = CachedStates(cache, Head(head.weight_VD * 2), TAPS, count.append)
     assert sum(count) == sum(cache.lengths)
     assert (other[2].normalizer_T != first[2].normalizer_T).any()
-    (cache.directory / "normalizers.npz").write_bytes(b"damaged")
+    path.write_bytes(b"damaged")
     count.clear()
     repaired = CachedStates(cache, head, TAPS, count.append)
     assert sum(count) == sum(cache.lengths)

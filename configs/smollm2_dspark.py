@@ -9,7 +9,8 @@ Run from the repository's root:
 
 The texts are token ids that the target wrote itself (`:write_0`, `:write_1` and `:write_2`). The
 drafter learns from the first file of them, then goes on with two, then with three. `:smoke` is a
-small training run.
+small training run. Beside the texts are the evaluations of the later stages (log.jsonl), each on
+the last sequences of its own texts.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +19,8 @@ from configs import cache, train
 
 WORK = "runs/smollm2"
 TOKENS = {"0": 800_000, "1": 438_000, "2": 300_000}  # that each stage adds
-OPENINGS = (  # of the user turns of the last: more code and sums than the target writes unasked
+STEPS = {"0": 10_500, "1": 5_500, "2": 3_000}
+OPENINGS = (  # of the user turns of the last: code, and sums in words
     "",
     "Write a Python function that",
     "Complete this Python function:\n\n```python\ndef",
@@ -44,14 +46,14 @@ def get_config(variant: str = "") -> ConfigDict:
     if kind == "smoke":
         return config
     config.training.update(
-        steps=10_500, max_len=256, learning_rate=2e-3, warmup_ratio=0.02, held_out=128
+        steps=STEPS[stage], max_len=256, learning_rate=2e-3, warmup_ratio=0.02, held_out=128
     )
     config.num_anchors = 8
     config.update(eval_every=500, save_every=1000)
     if stage != "0":
         config.start = f"{WORK}/train_{int(stage) - 1}/drafter"
         config.losses.update(soft_cross_entropy=0.3, total_variation=0.7)
-        config.training.update(steps=5_500, learning_rate=1e-3)
+        config.training.update(learning_rate=1e-3)
         config.update(num_anchors=16, seed=int(stage))
     return config
 
@@ -62,7 +64,7 @@ def _data(kind: str, stage: str) -> ConfigDict:
     if kind == "data":
         config.texts = f"experiments/smollm2_dspark/texts_[0-{stage}].npz"
         return config
-    # Rows of 256 slots and one program for all batches.
+    # Rows of 256 slots, without openings, and one program for all batches.
     config.update(batch_size=128, user_tokens=64, answer_tokens=159)
     config.temperatures = (0.0, 0.0, 0.8)
     config.update(tokens=TOKENS[stage], seed=int(stage))

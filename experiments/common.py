@@ -79,12 +79,8 @@ def read_log(workdir: Path) -> list[dict[str, Any]]:
 
 
 def held_out_entries(workdir: Path) -> list[dict[str, Any]]:
-    """Its evaluations on held-out sequences, one a step.
-
-    A run that was stopped and went on from a checkpoint logs some steps twice.
-    """
-    by_step = {entry["step"]: entry for entry in read_log(workdir) if entry["set"] == "held_out"}
-    return [by_step[step] for step in sorted(by_step)]
+    """Its evaluations on held-out sequences."""
+    return [entry for entry in read_log(workdir) if entry["set"] == "held_out"]
 
 
 def save_figure(path: Path, size: tuple[float, float], draw: Callable[[Any], object]) -> None:

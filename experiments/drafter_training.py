@@ -1,4 +1,4 @@
-r"""What limits a DSpark drafter: short training runs that differ in one thing each.
+r"""What limits a DSpark drafter: short training runs with one thing changed in each.
 
     python experiments/drafter_training.py --out=drafter_training.json --cache=CACHE
 
@@ -6,11 +6,12 @@ The cache is the task "cache"'s, of SmolLM2-135M with the taps 1, 10, 19 and 28.
 takes as many steps as the others and is judged on the same held-out sequences; what a
 variation changes of the base is in VARIATIONS. Learning curves are over wall-clock, without
 evaluations and compilation, so a variation with dearer steps has to earn them. Prints a table,
-writes JSON and a PNG beside it.
+writes JSON and a PNG beside it. Stopped, the same command goes on after the last whole run.
 """
 
 import argparse
 import dataclasses
+import json
 import math
 import statistics
 import tempfile
@@ -21,8 +22,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from common import argument_parser, provenance, read_log, save_figure
-from jaxtyping import Bool
+from common import argument_parser, explained, provenance, read_log, save_figure
+from jaxtyping import Bool, Int
 from tqdm import tqdm
 
 import specjax
@@ -32,7 +33,7 @@ from specjax.decoding.types import PyTree
 from specjax.drafters.borrowed import language_model_head
 from specjax.drafters.dspark_init import init_dspark, with_block_size
 from specjax.evaluation.report import format_table
-from specjax.files import digest, write_json
+from specjax.files import digest, plain, write_json
 from specjax.tasks.common import enable_compilation_cache
 from specjax.tasks.plans import frequent_tokens
 from specjax.training.features import CachedStates
@@ -68,7 +69,8 @@ class Variation:
       training: of the run and its objective.
       texts: "all", or equally many that are "greedy", "sampled", or "mixed" as in all.
       scale: factor of the random matrices of the backbone at the start.
-      then: of the second half of the steps, which goes on with the drafter of the first.
+      then: of the second half of the steps, which goes on with the drafter of the first, with
+        a warm-up of its own; its `training` and the size of its blocks count.
     """
 
     drafter: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -92,6 +94,7 @@ VARIATIONS = {
     "rank 256": Variation({"markov_rank": 256}),
     "block 3": Variation({"block_size": 3}),
     "block 7": Variation({"block_size": 7}),
+    "base, then base": Variation(then=Variation()),
     "block 3, then 5": Variation({"block_size": 3}, then=Variation()),
     "vocabulary 4096": Variation({"draft_vocab": 4096}),
     "paper's losses": Variation(training={"weights": LossWeights()}),
@@ -133,17 +136,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(VARIATIONS), choices=list(VARIATIONS))
     arguments = parser.parse_args()
     enable_compilation_cache("auto")
-    try:
+    with explained(parser):
         result = run(arguments)
-    except ValueError as error:
-        parser.error(str(error))
-    write_json(arguments.out, result)
     print(_table(result["runs"]))
     save_figure(arguments.out.with_suffix(".png"), (11, 5), partial(_draw, result["runs"]))
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is written.
+    """Everything that is written, after each run.
 
     Raises:
       ValueError: a cache that cannot be read, of another target, or too small.
@@ -155,36 +155,55 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"the cache {arguments.cache} is of {head.name}, not of {target.name}")
     steps = 2 if arguments.smoke else arguments.steps
     held_out = 2 if arguments.smoke else TRAINING["held_out"]
-    greedy = are_greedy(target, cache, len(cache) - held_out)
-    kinds = kinds_of_texts(greedy)
-    runs = {}
-    for name in arguments.only:
-        runs[name] = train(target, cache, VARIATIONS[name], kinds, steps, held_out)
-        print(f"{name}: accepted length {runs[name]['expected_length'][-1]:.3f}", flush=True)
-    throughput = train(target, cache, THROUGHPUT, kinds, min(steps, 60), held_out)
-    return {
+    if len(cache) <= held_out:
+        raise ValueError(f"the cache has {len(cache)} sequences, of which {held_out} are held out")
+    # Some of the texts are enough to be chosen from.
+    looked_at = np.arange(0, len(cache) - held_out, 1 if arguments.smoke else 4)
+    greedy = are_greedy(target, cache, looked_at)
+    kinds = kinds_of_texts(looked_at, greedy) | {"all": list(range(len(cache) - held_out))}
+    if wrong := [name for name in arguments.only if not kinds[VARIATIONS[name].texts]]:
+        raise ValueError(f"the cache has no texts of both kinds for {wrong}: name others by --only")
+    result = {
         **provenance(),
         "steps": steps,
+        "cache": cache.fingerprint,
         "sequences": len(cache),
         "greedy_part": float(np.mean(greedy)),
         "fewer_texts": len(kinds["mixed"]),
-        "anchors_per_second": throughput["anchors_per_second"],
-        "runs": runs,
     }
+    runs = result["runs"] = runs_of(arguments.out, result)
+    for name in arguments.only:
+        if name not in runs:
+            runs[name] = train(target, cache, VARIATIONS[name], kinds, steps, held_out)
+            write_json(arguments.out, result)
+        print(f"{name}: accepted length {runs[name]['expected_length'][-1]:.3f}", flush=True)
+    throughput = train(target, cache, THROUGHPUT, kinds, min(steps, 60), held_out)
+    result["anchors_per_second"] = throughput["anchors_per_second"]
+    write_json(arguments.out, result)
+    return result
+
+
+def runs_of(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """The runs that an earlier, equal command finished."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found["runs"] if found.items() >= plain(result).items() else {}
+    except (OSError, ValueError, LookupError, AttributeError):
+        return {}
 
 
 def are_greedy(
-    target: specjax.Target, cache: TargetCache, count: int
+    target: specjax.Target, cache: TargetCache, indices: Int[np.ndarray, " count"]
 ) -> Bool[np.ndarray, " count"]:
-    """Which of the first sequences have answers that are the target's arg-max.
+    """Which of these sequences have answers that are the target's arg-max.
 
     All but 3 % of an answer's tokens: rounding may have changed some.
     """
     head = language_model_head(target)
     best = jax.jit(lambda hidden_TD: head.logits(hidden_TD).argmax(axis=-1))
     greedy = []
-    for i in tqdm(range(count), desc="which texts are greedy"):
-        sample = cache[i]
+    for i in tqdm(indices, desc="which texts are greedy"):
+        sample = cache[int(i)]
         hidden_TD = sample.hidden_TD.astype(np.float32)
         padded_TD = np.pad(hidden_TD, ((0, -len(hidden_TD) % 256), (0, 0)))  # few programs
         predicted_T = np.asarray(best(padded_TD))[: len(hidden_TD) - 1]
@@ -193,19 +212,16 @@ def are_greedy(
     return np.array(greedy)
 
 
-def kinds_of_texts(greedy: Bool[np.ndarray, " count"]) -> dict[str, list[int]]:
-    """Which sequences are meant by `Variation.texts`."""
-    kinds = {
-        "mixed": np.arange(len(greedy)),
-        "greedy": np.nonzero(greedy)[0],
-        "sampled": np.nonzero(~greedy)[0],
-    }
+def kinds_of_texts(
+    indices: Int[np.ndarray, " count"], greedy: Bool[np.ndarray, " count"]
+) -> dict[str, list[int]]:
+    """Equally many of these sequences of each kind that `Variation.texts` names."""
+    kinds = {"mixed": indices, "greedy": indices[greedy], "sampled": indices[~greedy]}
     fewer = min(map(len, kinds.values()))
-    spread = {
+    return {
         name: which[np.linspace(0, len(which) - 1, fewer, dtype=int)].tolist()
         for name, which in kinds.items()
     }
-    return {"all": kinds["mixed"].tolist(), **spread}
 
 
 def train(
@@ -232,13 +248,13 @@ def train(
     every = max(steps // 5, 1)
     curve: dict[str, list[float]] = {"steps": [], "seconds": [], "expected_length": []}
     done, seconds = 0, 0.0
-    for phase in phases:
+    for seed, phase in enumerate(phases):
         model = with_block_size(model, (DRAFTER | phase.drafter)["block_size"])
         chosen = OBJECTIVE | TRAINING | phase.training | {"held_out": held_out}
         objective = DSparkObjective(
             model, **{name: chosen.pop(name) for name in OBJECTIVE}, compute_dtype=target.dtype
         )
-        settings = Training(steps=max(steps // len(phases), 1), **chosen)
+        settings = Training(steps=max(steps // len(phases), 1), seed=seed, **chosen)
         trainer = Trainer(objective, trained, fixed, data, settings)
         with tempfile.TemporaryDirectory() as folder:
             trainer.run(Path(folder), eval_every=every, save_every=steps + 1, log_every=10)
@@ -264,8 +280,14 @@ def _median(log: list[dict[str, Any]], rate: str) -> float:
 
 
 def _plain(phase: Variation) -> dict[str, Any]:
-    """For JSON, without what comes after."""
-    return dataclasses.asdict(dataclasses.replace(phase, then=None))
+    """For JSON, with what it shares with the base and without what comes after."""
+    training = {**TRAINING, **OBJECTIVE, **phase.training}
+    return {
+        "drafter": DRAFTER | phase.drafter,
+        "training": training | {"weights": dataclasses.asdict(training["weights"])},
+        "texts": phase.texts,
+        "scale": phase.scale,
+    }
 
 
 def _scale(params: PyTree, factor: float) -> PyTree:

@@ -1,7 +1,6 @@
 """Files that are written whole or not at all, and JSON of plain values."""
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -96,11 +95,15 @@ def file_digest(path: Path) -> str:
 def alone_in(folder: Path) -> Iterator[None]:
     """Keeps other processes that ask for the same out of a folder, which is made if need be.
 
+    Where system or file system have no locks, it keeps none out.
+
     Raises:
       ValueError: another one is there.
     """
     with contextlib.ExitStack() as stack:
         try:
+            import fcntl  # of POSIX
+
             folder.mkdir(parents=True, exist_ok=True)
             opened = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, opened)
@@ -109,6 +112,6 @@ def alone_in(folder: Path) -> Iterator[None]:
             raise ValueError(
                 f"another process works in {folder}: wait for it, or give another folder"
             ) from None
-        except OSError:  # it cannot be made, or its file system has no locks
+        except (OSError, ImportError):  # or the folder cannot be made, which the caller will see
             pass
         yield

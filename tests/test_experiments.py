@@ -18,6 +18,7 @@ from specjax.checkpoints import save_drafter
 from specjax.data.target_cache import TokenSequence
 from specjax.data.texts import save_texts
 from specjax.drafters import init_dspark
+from specjax.files import write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,10 +163,23 @@ def test_drafter_training(tmp_path, smollm2_gguf):
     (name, tried), *others = result["runs"].items()
     assert (name, others) == ("block 3, then 5", [])
     assert tried["steps"] == [1, 2]
-    assert [phase["drafter"] for phase in tried["phases"]] == [{"block_size": 3}, {}]
+    assert [phase["drafter"]["block_size"] for phase in tried["phases"]] == [3, 5]
     assert len(tried["acceptance_by_position"]) == 5
     assert all(1 < length < 4 for length in tried["expected_length"])
     assert (tmp_path / "result.png").stat().st_size > 0
+
+
+def test_finished_runs_of_drafter_training_are_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    runs_of = importlib.import_module("drafter_training").runs_of
+    path, result = tmp_path / "result.json", {"steps": 5, "environment": {"jax": "1", "taps": (1,)}}
+    assert runs_of(path, result) == {}
+    for text in ("", "[]", '{"steps": 5}'):
+        path.write_text(text)
+        assert runs_of(path, result) == {}
+    write_json(path, result | {"runs": {"base": {"steps": [5]}}})
+    assert runs_of(path, result) == {"base": {"steps": [5]}}
+    assert runs_of(path, result | {"steps": 6}) == {}
 
 
 @pytest.mark.parametrize(

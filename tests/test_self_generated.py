@@ -83,11 +83,17 @@ def test_user_turns_are_sampled_from_the_template(target):
 
 
 def test_user_turns_begin_with_openings_in_turn(target):
-    writing = dataclasses.replace(WRITING, user_openings=("Sum", "Do"))
+    writing = dataclasses.replace(WRITING, user_openings=("Sum", "Do"), temperatures=(0.0,))
     for batch, starts in enumerate((["Sum", "Do", "Sum"], ["Do", "Sum", "Do"])):
         turns = write_user_turns(target, writing, batch)
         assert [turn[: len(start)] for turn, start in zip(turns, starts, strict=True)] == starts
         assert any(len(turn) > 3 for turn in turns)
+
+
+def test_openings_and_temperatures_meet_in_all_pairs():
+    Writing(user_openings=("a", "b", "c"), temperatures=(0.0, 0.8))
+    with pytest.raises(ValueError, match="without a common divisor"):
+        Writing(user_openings=("a", "b"), temperatures=(0.0, 0.8))
 
 
 def test_targets_that_cannot_write_are_refused(target):

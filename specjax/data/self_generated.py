@@ -7,6 +7,7 @@ answers are the right text to learn from, and no data set is needed.
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Writing:
 
     Attributes:
       batch_size: rows decoded together.
-      user_tokens: the longest user turn.
+      user_tokens: the most tokens of a user turn after its opening.
       answer_tokens: the longest answer.
       user_openings: words that user turns begin with, in turn; "" leaves all to the target.
       user_temperature: of the user turns.
@@ -63,6 +64,12 @@ class Writing:
             raise ValueError(
                 "batch_size, user_tokens and answer_tokens must be at least 1, and temperatures "
                 f"and user_openings must hold one; got {self}"
+            )
+        numbers = len(self.user_openings), len(self.temperatures)
+        if math.gcd(*numbers) > 1:
+            raise ValueError(
+                f"{numbers[0]} user_openings and {numbers[1]} temperatures, taken in turn, would "
+                f"meet in some pairs only: give numbers of them without a common divisor"
             )
         if self.min_answer_tokens > self.answer_tokens:
             raise ValueError(

@@ -107,7 +107,8 @@ def is_complete(directory: Path, made_with: Mapping[str, Any]) -> bool:
 class CacheWriter:
     """Writes a cache, shard by shard; what is finished survives whatever happens.
 
-    A shard is filled in memory and ends at a call of `add` once it has `shard_bytes`.
+    A shard is filled in memory and ends at a call of `add` once it has `shard_bytes`, or of
+    `save`.
     `cursor` is the last finished shard's: where to go on after an interruption.
     """
 
@@ -361,7 +362,7 @@ class TargetCache:
 
     @property
     def fingerprint(self) -> str:
-        """The same for equal caches; "" where the manifest has no checksums."""
+        """The same for equal files; "" where the manifest has no checksums."""
         shards = [shard.get("sha256", "") for shard in self.manifest["shards"]]
         return digest([self.manifest.get("index_sha256", ""), shards]) if all(shards) else ""
 

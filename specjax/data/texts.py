@@ -55,9 +55,9 @@ def read_texts(path: Path) -> list[TokenSequence]:
             tokens, lengths, bits = (stored[name] for name in ("tokens", "lengths", "loss_mask"))
     except Exception as error:  # NumPy, zipfile and zlib raise whatever they like
         raise ValueError(f"cannot read the texts {path}: {error}") from error
-    if not are_ids(tokens) or not are_ids(lengths) or not lengths.min():
+    if not are_ids(tokens):
         raise ValueError(f"the texts {path} are damaged: they hold other numbers than token ids")
-    if lengths.sum(dtype=np.int64) != len(tokens):
+    if not are_ids(lengths) or not lengths.min() or lengths.sum(dtype=np.int64) != len(tokens):
         raise ValueError(f"the texts {path} are damaged: the lengths do not add up")
     if bits.dtype != np.uint8 or bits.shape != (-(-len(tokens) // 8),):
         raise ValueError(f"the texts {path} are damaged: the mask is not of their length")

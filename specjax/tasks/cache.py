@@ -45,7 +45,7 @@ _PATIENCE = 20  # batches without anything new, of a target that writes user tur
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
-    """Runs the task; see configs/cache.py. Stopped, it goes on with the last whole batch.
+    """Runs the task; see configs/cache.py. Stopped, it goes on where it was.
 
     Raises:
       ValueError: bad settings, a model that cannot be loaded or gives no hidden states, a
@@ -73,7 +73,6 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if given is None:
         check_chat(target)
         messages = [conversation.prompt for conversation in conversations(config) or ()]
-    prompts = encode_prompts(target, messages) if messages else []
     made_with |= {
         "target": config.target,
         **target.identity(),
@@ -84,8 +83,9 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if not is_complete(folder, made_with):
         writer = CacheWriter(folder, taps=taps, width=width, made_with=made_with)
         if given is None:
-            tokens, patience = config.tokens, None if prompts else _PATIENCE
-            if prompts:  # there may be fewer than are asked for
+            tokens, patience, prompts = config.tokens, _PATIENCE, []
+            if messages:  # there may be fewer tokens than are asked for
+                patience, prompts = None, encode_prompts(target, messages)
                 lengths = (len(prompt) + writing.answer_tokens for prompt in prompts)
                 tokens = min(tokens, sum(min(n, target.model.max_len) for n in lengths))
             batches = _write(target, prompts, taps, writing, writer.cursor)
@@ -99,7 +99,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         save_head(folder, target, mask_token_id)
         _fill(writer, batches, tokens, patience)
     if not all((workdir / name).exists() for name in ("texts.npz", "report.json", "config.json")):
-        _report(made_with["config"], workdir, TargetCache(folder, check=False), len(prompts))
+        _report(made_with["config"], workdir, TargetCache(folder, check=False), len(messages))
     print(f"Cache: {folder}")
 
 

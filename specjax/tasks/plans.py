@@ -234,8 +234,8 @@ def _check_texts(texts: Sequence[Any], target: Target, max_len: int) -> None:
     Raises:
       ValueError: ids outside its vocabulary, or more tokens than its context.
     """
-    learnt = sum(int(np.sum(text.loss_mask_T)) for text in texts)
-    print(f"{len(texts)} sequences for {target.name}, {learnt} tokens of them to be learnt")
+    learnt = sum(int(np.sum(text.loss_mask_T[:max_len])) for text in texts)
+    print(f"{len(texts)} sequences for {target.name}, with {learnt} tokens to learn")
     largest = max(int(np.max(text.tokens_T, initial=0)) for text in texts)
     if largest >= target.model.vocab_size:
         raise ValueError(

@@ -33,13 +33,15 @@ def run(config: ConfigDict, workdir: Path) -> None:
         shown: dict[str, str] = {}
 
         def show(step: int, log: dict[str, Any]) -> None:
-            bar.set_description(refresh=False)
+            if step > done:  # compiled
+                bar.set_description(refresh=False)
             bar.update(step - bar.n)
             held_out = "held_out_" if log.get("set") == "held_out" else ""
             for name in ("total", "main", "expected_length"):
                 if name in log:
                     shown[held_out + name] = f"{log[name]:.3f}"
-            bar.set_postfix(shown)
+            if log:
+                bar.set_postfix(shown)
 
         try:
             trainer.run(
@@ -50,7 +52,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
                 on_step=show,
             )
         except KeyboardInterrupt:
-            if trainer.last_step(workdir):
+            if bar.n > done and trainer.last_step(workdir):
                 folders = plan.save(trainer.best(workdir).params)
                 bar.write(f"The best so far: {', '.join(map(str, folders.values()))}")
             raise
@@ -67,7 +69,6 @@ def run(config: ConfigDict, workdir: Path) -> None:
         "training": dataclasses.asdict(settings),
         "objective": dataclasses.asdict(plan.objective),
         "sequences": len(plan.data),
-        "compute_dtype": plan.objective.compute_dtype,
         "held_out": best.losses,
         "best_step": best.step,
         **sizes,

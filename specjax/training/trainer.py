@@ -171,8 +171,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Trains to the last step, or to `until`; keeps the best and the last checkpoint.
 
-        Interrupted with Ctrl-C, it ends the step and saves where it is; a second one does not
-        wait for the step.
+        Interrupted with Ctrl-C, it ends the step and saves where it is; a second one stops at
+        once, and what came after the last checkpoint is lost.
 
         Args:
           directory: of checkpoints and logs (JSON lines, and TensorBoard if installed).
@@ -202,13 +202,14 @@ class Trainer:
             seconds, anchors = self._restore(manager, batches)
             position = batches.get_state()
             step = done = int(self.state.step)
-            log = _Log(directory, step, seconds, anchors)
+            new = manager.latest_step() is None
+            log = _Log(directory, -1 if new else step, seconds, anchors)
             stack.enter_context(contextlib.closing(log))
-            if eval_first and not step:
+            if eval_first and new:
                 on_step(step, log.write(step, "held_out", self.evaluate()))
                 self._save(manager, position, log)
             try:
-                while step < last:
+                while step < last and not interrupts:
                     batch = next(batches)
                     self.state, losses = self._step(
                         self.state, self._fixed, self._data.complete(batch)
@@ -225,10 +226,8 @@ class Trainer:
                     if step % save_every == 0 and step < last:
                         self._save(manager, position, log)
                         done = step
-                    if interrupts:
-                        break
             finally:
-                if int(self.state.step) > done:
+                if len(interrupts) < 2 and int(self.state.step) > done:
                     self._save(manager, position, log)
         return _plain_losses(self.evaluate())
 
@@ -363,8 +362,8 @@ def _read(manager: ocp.CheckpointManager, step: int, **items: Any) -> Any:
         return manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:  # Orbax raises whatever its parts do
         raise ValueError(
-            f"the checkpoint {manager.directory / str(step)} is damaged ({error!r}): remove that "
-            f"folder to go on from the one before"
+            f"cannot read the checkpoint {manager.directory / str(step)} ({error!r}): if it is "
+            f"damaged, remove it, to go on from an earlier one or afresh"
         ) from error
 
 
@@ -382,10 +381,10 @@ def _interrupts() -> Iterator[list[int]]:
         return
 
     def note(number: int, frame: Any) -> None:
-        if came:
-            signal.default_int_handler(number, frame)
         came.append(number)
-        os.write(2, b"\nStopping after this step; Ctrl-C again stops at once.\n")
+        if len(came) > 1:
+            signal.default_int_handler(number, frame)
+        os.write(2, b"\nStopping after this step; Ctrl-C again loses what is not saved.\n")
 
     signal.signal(signal.SIGINT, note)
     try:
@@ -440,7 +439,7 @@ class _Log:
     """A line of JSON for each entry, and TensorBoard's events where it is installed."""
 
     def __init__(self, directory: Path, step: int, seconds: float, anchors: int):
-        """Goes on after so many steps, seconds and anchors of training.
+        """Goes on after so many steps, seconds and anchors of training; -1 steps is a new run.
 
         What was logged after them, by a run that was killed or removed, is dropped.
         """

@@ -326,7 +326,15 @@ def test_an_interrupted_run_leaves_its_best_drafter(
     with pytest.raises(KeyboardInterrupt):
         train.run(get_config("train", **TRAIN | chats), tmp_path / "run")
     assert "The best so far" in capsys.readouterr().out
-    specjax.load_drafter(tmp_path / "run/drafter", target)
+    plan = make_plan(get_config("train", **TRAIN | chats), tmp_path / "run")
+    settings = get_config("train", **TRAIN).training
+    trainer = train.Trainer(
+        plan.objective, plan.trained, plan.fixed, plan.data, train.Training(**settings)
+    )
+    best = trainer.best(tmp_path / "run")
+    assert best.step == 2
+    saved = specjax.load_drafter(tmp_path / "run/drafter", target).params["fc"]["weight"]
+    np.testing.assert_allclose(saved, best.params["fc"]["weight"], rtol=2**-8)  # bfloat16
     assert not (tmp_path / "run/report.json").exists()
 
 

@@ -184,20 +184,26 @@ def test_what_is_the_targets_is_not_trained(target, cache, tmp_path):
 
 
 def test_the_log_has_no_lines_of_lost_steps(target, cache, tmp_path):
-    """Whether checkpoints were removed, to start afresh, or the run was killed after the last."""
+    """The run was killed after its last checkpoint; or the checkpoints are removed."""
+    log = tmp_path / "log.jsonl"
+
+    def steps():
+        return [json.loads(line)["step"] for line in log.read_text().splitlines()]
+
     trainer(target, cache).run(tmp_path, until=2, log_every=1)
+    with open(log, "a") as file:
+        file.write('{"step": 3, "set": "train"}\n{"step": 1, "set": "train", "tot')
+    trainer(target, cache).run(tmp_path, until=3, log_every=1)
+    assert steps() == [1, 2, 2, 3, 3]  # each run ends with an evaluation
     shutil.rmtree(tmp_path / "checkpoints")
-    with open(tmp_path / "log.jsonl", "a") as file:
-        file.write('{"step": 1, "set": "train", "tot')
     trainer(target, cache).run(tmp_path, until=1, log_every=1)
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 1]
+    assert steps() == [1, 1]
 
 
 def test_damaged_checkpoints_are_named(target, cache, tmp_path):
     trainer(target, cache).run(tmp_path, until=1)
     shutil.rmtree(tmp_path / "checkpoints/1/settings")
-    with pytest.raises(ValueError, match=r"checkpoints/1 is damaged .*remove that folder"):
+    with pytest.raises(ValueError, match=r"cannot read the checkpoint .*checkpoints/1 .*remove it"):
         trainer(target, cache).run(tmp_path)
 
 

@@ -496,9 +496,9 @@ def _draw_costs(axes: Any, drafters: dict[str, Any]) -> None:
 def _draw_curves(axes: Any, curves: dict[str, Any], colors: dict[str, str], key: str) -> None:
     """Over time if all logs have it, else over steps; in the colour of a drafter of that name."""
     timed = all(curve["seconds"] for curve in curves.values())
-    for name, curve in curves.items():
+    for i, (name, curve) in enumerate(curves.items(), start=len(colors)):
         x = [seconds / 60 for seconds in curve["seconds"]] if timed else curve["step"]
-        axes.plot(x, curve[key], ".-", label=name, color=colors.get(name))
+        axes.plot(x, curve[key], ".-", label=name, color=colors.get(name, f"C{i}"))
     unit = "minutes" if timed else "steps"
     axes.set(title="Training, held out", xlabel=unit, ylabel=CURVES[key])
     axes.legend(frameon=False)

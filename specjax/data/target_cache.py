@@ -199,8 +199,7 @@ class CacheWriter:
         """
         if (self._directory / _MANIFEST).exists():
             raise CacheError(f"{self._directory} is finished")
-        if self._pending:
-            self._finish_shard(cursor)
+        self.save(cursor)
         if not self._records:
             raise CacheError("no samples: nothing of what was generated or given can be learnt")
         index = b"".join(self._records)
@@ -493,12 +492,6 @@ def _map(path: Path) -> np.ndarray:
         return np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:
         raise CacheError(f"cannot read {path}: {error}; copy the file again") from error
-
-
-def _check_size(path: Path, size: int) -> None:
-    found = path.stat().st_size if path.exists() else 0
-    if found != size:
-        raise CacheError(f"{path} is truncated: it has {found} of {size} bytes")
 
 
 def _shard_name(index: int) -> str:

@@ -97,7 +97,7 @@ def main() -> None:
             by_dtype[dtype]["prompt_lookup"] = prompt_lookup(
                 target, arguments.prompts, 1 if arguments.smoke else 10
             )
-    peer = peer_tokens_per_second(arguments.peer_python, 1 if arguments.smoke else 5)
+    peer = peer_tokens_per_second(arguments, 1 if arguments.smoke else 5)
     chosen = by_dtype[auto]
     result = {
         **provenance(),
@@ -215,9 +215,9 @@ def prompt_lookup(target: specjax.Target, pattern: str | None, limit: int) -> di
     return speedups
 
 
-def peer_tokens_per_second(python: str, repeats: int) -> float | None:
+def peer_tokens_per_second(arguments: argparse.Namespace, repeats: int) -> float | None:
     """What `transformers_tokens_per_second` says in a process, or environment, of its own."""
-    command = [python, __file__, f"--peer={repeats}", "--out=-"]
+    command = [arguments.peer_python, __file__, f"--peer={repeats}", f"--out={arguments.out}"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 

@@ -9,8 +9,8 @@ Run from the repository's root:
 
 The texts are token ids that the target wrote itself (`:write_0`, `:write_1` and `:write_2`). The
 drafter learns from the first file of them, then goes on with two, then with three. `:smoke` is a
-small training run. Beside the texts are the evaluations of the later stages (log.jsonl), each on
-the last sequences of its own texts.
+small training run that needs no cache. Beside the texts are logs of the later stages (log.jsonl),
+whose evaluations are each on the last sequences of its own texts.
 """
 
 from ml_collections import ConfigDict
@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from configs import cache, train
 
 WORK = "runs/smollm2"
+TEXTS = "experiments/smollm2_dspark/texts_{}.npz"
 TOKENS = {"0": 800_000, "1": 438_000, "2": 300_000}  # that each stage adds
 STEPS = {"0": 10_500, "1": 5_500, "2": 3_000}
 OPENINGS = (  # of the user turns of the last: code, and sums in words
@@ -40,7 +41,10 @@ def get_config(variant: str = "") -> ConfigDict:
     if kind in ("write", "data"):
         return _data(kind, stage)
     config = train.get_config("smoke" if kind == "smoke" else "")
-    config.cache = f"{WORK}/data_{stage or 0}/cache"
+    if kind == "smoke":
+        config.update(texts=TEXTS.format("0"), target="smollm2-135m")
+    else:
+        config.cache = f"{WORK}/data_{stage}/cache"
     config.drafter.update(num_layers=2, layers_from=(28, 29), block_size=5, draft_vocab=8192)
     config.losses.update(cross_entropy=0.0, soft_cross_entropy=1.0, total_variation=0.0)
     if kind == "smoke":
@@ -62,7 +66,7 @@ def _data(kind: str, stage: str) -> ConfigDict:
     config = cache.get_config()
     config.taps = (1, 10, 19, 28)
     if kind == "data":
-        config.texts = f"experiments/smollm2_dspark/texts_[0-{stage}].npz"
+        config.texts = TEXTS.format(f"[0-{stage}]")
         return config
     # Rows of 256 slots, without openings, and one program for all batches.
     config.update(batch_size=128, user_tokens=64, answer_tokens=159)

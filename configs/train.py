@@ -70,7 +70,7 @@ def get_config(variant: str = "") -> ConfigDict:
         },
         losses={  # of DSpark
             "cross_entropy": 0.1,
-            "soft_cross_entropy": 0.0,  # learns faster at first
+            "soft_cross_entropy": 0.0,  # to the target's distribution; not in the paper
             "total_variation": 0.9,
             "confidence": 1.0,
             "decay": 4.0,  # position k of a block counts exp(-k / decay)

@@ -38,6 +38,7 @@ from common import (
 import specjax
 from specjax.api import default_draft_len, encode_prompts
 from specjax.data.prompts import find_prompt_files, read_prompts
+from specjax.drafters.composed import Composed
 from specjax.evaluation.comparison import Comparison, compare_runs, outputs
 from specjax.evaluation.metrics import summarize
 from specjax.evaluation.report import format_table, run_entry, speedup, totals
@@ -256,12 +257,12 @@ def measure_costs(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a greedy round's phases, the whole round and a plain decoding step.
 
-    Of drafters that have parameters. One row; medians over repeats that take turns. Beside
-    the phases a round has keys, schedule and loop.
+    Of drafters that have parameters and verify as much each round. One row; medians over
+    repeats that take turns. Beside the phases a round has keys, schedule and loop.
     """
     costs = {}
     for name, contender in contenders.items():
-        if not contender.drafter.params:
+        if not contender.drafter.params or isinstance(contender.drafter.model, Composed):
             continue
         taps = contender.drafter.model.taps
         how = (target, rounds, contender.drafter, contender.draft_len)

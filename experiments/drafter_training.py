@@ -107,7 +107,7 @@ VARIATIONS = {
 # Another question: how fast the prototype's shape is trained, two layers and blocks of 7.
 THROUGHPUT = Variation(
     {"num_layers": 2, "layers_from": (28, 29), "block_size": 7},
-    {"batch_size": 4, "num_anchors": 128},
+    {"batch_size": 8, "num_anchors": 64},
 )
 
 
@@ -317,7 +317,7 @@ def _table(runs: dict[str, Any]) -> str:
 def _draw(runs: dict[str, Any], figure: Any) -> None:
     axes = figure.subplots()
     for i, (name, run) in enumerate(runs.items()):
-        style = "-" if i < 10 else "--"
+        style = ("-", "--", ":")[i // 10 % 3]  # there are ten colours
         axes.plot(run["seconds"], run["expected_length"], style, marker=".", label=name)
     axes.set(xlabel="seconds of training", ylabel="expected accepted length, held out")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

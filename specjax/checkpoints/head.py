@@ -48,10 +48,7 @@ def save_head(directory: Path, target: Target, mask_token_id: int) -> None:
     """
     assert isinstance(target.model, TransformerTarget)  # it gave hidden states
     config = target.model.config
-    params = {"embed": target.params["embed"]["weight"]}
-    if not config.tied_head:
-        params["lm_head"] = target.params["lm_head"]["weight"]
-    tensors = {name: np.asarray(jax.device_get(array)) for name, array in params.items()}
+    tensors = {name: np.asarray(jax.device_get(array)) for name, array in _head(target).items()}
     with replacing(directory / _WEIGHTS) as path:
         safetensors.numpy.save_file(tensors, path)
         path.chmod(0o644)  # readable by others, as plain files are
@@ -65,6 +62,16 @@ def save_head(directory: Path, target: Target, mask_token_id: int) -> None:
         "config": dataclasses.asdict(config),
     }
     write_json(directory / _CONFIG, about)
+
+
+def head_bytes(target: Target) -> int:
+    """About what `save_head` will write."""
+    return sum(array.nbytes for array in _head(target).values())
+
+
+def _head(target: Target) -> dict[str, jax.Array]:
+    names = ("embed", "lm_head") if "lm_head" in target.params else ("embed",)
+    return {name: target.params[name]["weight"] for name in names}
 
 
 def has_head(directory: Path) -> bool:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 import specjax
 from specjax.api import encode_prompts
-from specjax.checkpoints.head import save_head
+from specjax.checkpoints.head import head_bytes, save_head
 from specjax.data.hidden_states import read_samples
 from specjax.data.self_generated import Writing, check_chat, write_answers, write_user_turns
 from specjax.data.target_cache import (
@@ -34,6 +34,7 @@ from specjax.evaluation.report import environment
 from specjax.files import digest, write_json
 from specjax.models.transformer import TransformerTarget
 from specjax.tasks.common import (
+    check_sources,
     conversations,
     enable_compilation_cache,
     given_texts,
@@ -41,6 +42,8 @@ from specjax.tasks.common import (
     plain_config,
 )
 
+# What a cache does not depend on; of the files that are read, the contents are compared.
+_ELSEWHERE = ("compilation_cache", "texts", "prompts", "dataset", "dataset_subset", "dataset_split")
 _PATIENCE = 20  # batches without anything new, of a target that writes user turns itself
 
 
@@ -51,9 +54,13 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: bad settings, a model that cannot be loaded or gives no hidden states, a
         folder that holds another cache, or too little room on the disk.
     """
-    made_with: dict[str, Any] = {"config": plain_config(config)}
+    values = plain_config(config)
+    made_with: dict[str, Any] = {
+        "config": {name: value for name, value in values.items() if name not in _ELSEWHERE}
+    }
     open_workdir(workdir, config.task)
     enable_compilation_cache(config.compilation_cache)
+    check_sources(config)
     writing = _writing(config)
     for name, value in (("tokens", config.tokens), ("max_len", config.max_len)):
         if value is not None and value < 1:
@@ -89,17 +96,19 @@ def run(config: ConfigDict, workdir: Path) -> None:
                 lengths = (len(prompt) + writing.answer_tokens for prompt in prompts)
                 tokens = min(tokens, sum(min(n, target.model.max_len) for n in lengths))
             batches = _write(target, prompts, taps, writing, writer.cursor)
+            most = tokens + writing.batch_size * (writing.user_tokens + writing.answer_tokens)
         else:
             limit = min(config.max_len or target.model.max_len, target.model.max_len)
             tokens, patience = sum(len(text.tokens_T[:limit]) for text in given), None
             batches = _read_given(target, given, taps, config, writer.cursor)
-        size = cache_bytes(tokens, 0, len(taps), width)
+            most = tokens
+        size = cache_bytes(most, 0, len(taps), width) + head_bytes(target)
         print(f"{tokens} tokens with {len(taps)} taps will take about {size / 1e9:.2f} GB")
         check_room(folder, size - writer.num_bytes)
         save_head(folder, target, mask_token_id)
         _fill(writer, batches, tokens, patience)
     if not all((workdir / name).exists() for name in ("texts.npz", "report.json", "config.json")):
-        _report(made_with["config"], workdir, TargetCache(folder, check=False), len(messages))
+        _report(values, workdir, TargetCache(folder, check=False), len(messages))
     print(f"Cache: {folder}")
 
 

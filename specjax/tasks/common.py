@@ -27,6 +27,7 @@ from specjax.evaluation.report import build_report, summary
 from specjax.evaluation.runner import Settings
 from specjax.files import cache_folder, matching, partial_path, plain, write_json
 
+_SOURCES = ("cache", "texts", "prompts", "dataset", "corpus")  # what may be learnt from
 _RESULTS = ("report.json", "config.json", "report.png", "finished.json")
 
 
@@ -95,14 +96,23 @@ def load_models(config: ConfigDict) -> tuple[specjax.Target, specjax.Drafter]:
     return target, drafter
 
 
+def check_sources(config: ConfigDict) -> None:
+    """Makes sure that there is one thing to learn from.
+
+    Raises:
+      ValueError: more than one.
+    """
+    named = [f"config.{name}" for name in _SOURCES if config.get(name)]
+    if len(named) > 1:
+        raise ValueError(f"give only one of {', '.join(named)}")
+
+
 def conversations(config: ConfigDict) -> Iterator[Conversation] | None:
     """Those of config.prompts (a glob of files) or config.dataset; None where neither is set.
 
     Raises:
-      ValueError: both are set, or what `specjax.data.conversations` raises.
+      ValueError: what `specjax.data.conversations` raises.
     """
-    if config.prompts and config.dataset:
-        raise ValueError("give config.prompts or config.dataset, not both")
     if config.prompts:
         return read_conversation_files(config.prompts)
     if config.dataset:
@@ -115,23 +125,40 @@ def conversations(config: ConfigDict) -> Iterator[Conversation] | None:
 def given_texts(config: ConfigDict, target: specjax.Target) -> list[TokenSequence] | None:
     """Texts that need not be written: config.texts (a glob), or given answers; None without.
 
+    Repetitions are left out: one could be learnt and another held out.
+
     Raises:
-      ValueError: settings that contradict each other, or files that cannot be read.
+      ValueError: settings that contradict each other, or files that cannot be read or have no
+        token to learn.
     """
     if config.answers not in ("target", "given"):
         raise ValueError(f"config.answers must be 'target' or 'given', got {config.answers!r}")
     if config.texts:
-        if config.prompts or config.dataset:
-            raise ValueError("give config.texts, or config.prompts or config.dataset, not both")
         paths = matching(config.texts) or [Path(config.texts)]  # which says what is wrong
-        return [text for path in paths for text in read_texts(path)]
+        return _distinct([text for path in paths for text in _learnable(path)])
     if config.answers == "target":
         return None
     source = conversations(config)
     if source is None:
         raise ValueError("config.answers='given' needs config.prompts or config.dataset")
     counted = tqdm(source, desc="reading", unit=" conversations", dynamic_ncols=True)
-    return list(encode_conversations(target, iter(counted)))
+    return _distinct(list(encode_conversations(target, iter(counted))))
+
+
+def _learnable(path: Path) -> list[TokenSequence]:
+    texts = read_texts(path)
+    if not any(text.loss_mask_T.any() for text in texts):
+        raise ValueError(f"the texts {path} have no token to learn: their mask is all false")
+    return texts
+
+
+def _distinct(texts: list[TokenSequence]) -> list[TokenSequence]:
+    by_tokens: dict[bytes, TokenSequence] = {}
+    for text in texts:
+        by_tokens.setdefault(text.tokens_T.tobytes(), text)
+    if repeated := len(texts) - len(by_tokens):
+        print(f"{repeated} of {len(texts)} texts repeat others and are left out")
+    return list(by_tokens.values())
 
 
 def suit_draft_len(config: ConfigDict, drafter: specjax.Drafter) -> None:

@@ -42,7 +42,7 @@ from specjax.files import digest, replacing
 from specjax.models.config import TransformerConfig
 from specjax.models.target import Target, fingerprint
 from specjax.models.transformer import TransformerTarget
-from specjax.tasks.common import given_texts
+from specjax.tasks.common import check_sources, given_texts
 from specjax.training.features import CachedStates, OnlineStates, TextAlone, TrainingData
 from specjax.training.losses import LossWeights
 from specjax.training.mtp_losses import MTPLossWeights
@@ -55,7 +55,6 @@ from specjax.training.objectives import (
 )
 
 _ALGORITHMS = ("dspark", "mtp", "none")
-_TEXTS = ("cache", "texts", "prompts", "dataset")  # what else may be learnt from
 _NEW = "new"  # config.target of a model that is trained from scratch
 
 
@@ -85,8 +84,7 @@ def make_plan(config: ConfigDict, workdir: Path) -> Plan:
     """
     if config.algorithm not in _ALGORITHMS:
         raise ValueError(f"config.algorithm must be one of {_ALGORITHMS}, got {config.algorithm!r}")
-    if config.corpus and any(config[name] for name in _TEXTS):
-        raise ValueError(f"give config.corpus, or one of {', '.join(_TEXTS)}, not both")
+    check_sources(config)
     check_place(workdir / "drafter", replace=True)
     if config.algorithm == "none" and config.start:
         raise ValueError("config.start names a drafter, and algorithm='none' trains none")
@@ -103,11 +101,6 @@ def make_plan(config: ConfigDict, workdir: Path) -> Plan:
 
 def _alone(config: ConfigDict, workdir: Path) -> Plan:
     """A drafter of a target that stays as it is."""
-    if config.cache and (config.texts or config.prompts or config.dataset):
-        raise ValueError(
-            "give config.cache, or config.texts, config.prompts or config.dataset to train on "
-            "without one, not both"
-        )
     cache = TargetCache(Path(config.cache)) if config.cache else None
     if cache is not None:
         target, mask_token_id = _of_cache(config, cache)

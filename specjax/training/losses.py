@@ -139,13 +139,15 @@ def dspark_losses(
     reached_BAG = jnp.cumprod(acceptance_BAG * valid_BAG, axis=-1)
     count_G = jnp.maximum(jnp.sum(valid_BAG, axis=(0, 1)), 1.0)
     kept = jnp.maximum(jnp.sum(blocks.keep_BA, dtype=jnp.float32), 1.0)
+    parts = (
+        (weights.cross_entropy, cross_entropy),
+        (weights.soft_cross_entropy, soft_cross_entropy),
+        (weights.total_variation, total_variation),
+        (weights.confidence, confidence),
+    )
     return Losses(
-        total=(
-            weights.cross_entropy * cross_entropy
-            + weights.soft_cross_entropy * soft_cross_entropy
-            + weights.total_variation * total_variation
-            + weights.confidence * confidence
-        ),
+        # A part times 0 would still have its gradient computed.
+        total=sum((weight * part for weight, part in parts if weight), jnp.float32(0.0)),
         cross_entropy=cross_entropy,
         soft_cross_entropy=soft_cross_entropy,
         total_variation=total_variation,

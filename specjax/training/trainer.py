@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -257,7 +258,9 @@ class Trainer:
         return self._evaluated[1]
 
     def _evaluate_now(self) -> Losses:
-        size, held_out = self._settings.batch_size, self._settings.held_out
+        # No more at once than a step computes.
+        size = self._settings.batch_size // self._settings.accumulation
+        held_out = self._settings.held_out
         first = len(self._data) - held_out
         progress = self.state.step / self._settings.steps
         parts = []
@@ -298,6 +301,7 @@ class Trainer:
         )
         manager.save(step, metrics=metrics, args=args)
         manager.wait_until_finished()
+        log.go_on(step)
 
     def _restore(self, manager: ocp.CheckpointManager, batches: Any) -> tuple[float, int]:
         """Goes back to the last checkpoint; seconds and anchors that were trained until then."""
@@ -450,7 +454,7 @@ class _Log:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self.anchors, self._tokens = anchors, 0
         self._start = time.monotonic() - seconds
-        # Seconds, steps, anchors and tokens until the last training entry.
+        # Seconds, steps, anchors and tokens until the last training entry, or pause after it.
         self._last: np.ndarray | None = None
         self._writer = None
         try:
@@ -470,7 +474,16 @@ class _Log:
         self.anchors += anchors
         self._tokens += tokens
 
+    def go_on(self, step: int) -> None:
+        """An evaluation or a checkpoint, whose time is no step's, has just ended."""
+        if self._tokens:  # else the first step is still to be compiled
+            self._last = self._now(step)
+
+    def _now(self, step: int) -> np.ndarray:
+        return np.array([self.seconds, step, self.anchors, self._tokens])
+
     def write(self, step: int, name: str, losses: Losses) -> dict[str, Any]:
+        """Logs losses, of a "train" step with what was done a second; returns the entry."""
         entry = {
             "step": step,
             "set": name,
@@ -479,13 +492,15 @@ class _Log:
         }
         entry |= _plain_losses(losses)
         if name == "train":
-            now = np.array([self.seconds, step, self.anchors, self._tokens])
+            now = self._now(step)
             if self._last is not None:
                 seconds, *done = (now - self._last).tolist()
                 names = ("steps_per_second", "anchors_per_second", "tokens_per_second")
                 entry |= {name: count / seconds for name, count in zip(names, done, strict=True)}
-            entry["memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            entry |= _memory()
             self._last = now
+        else:
+            self.go_on(step)
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -501,6 +516,16 @@ class _Log:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _memory() -> dict[str, float]:
+    """The most that the process held until now, and its first device if that has its own."""
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    memory = {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        memory["device_memory_gb"] = stats["peak_bytes_in_use"] / 2**30
+    return memory
 
 
 def _until(path: Path, step: int) -> Iterator[str]:

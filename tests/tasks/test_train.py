@@ -4,21 +4,29 @@ import dataclasses
 import functools
 import json
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import configs.cache
+import configs.train
 import specjax
+from configs import smollm2_dspark
 from specjax.checkpoints import CheckpointError
 from specjax.checkpoints.head import load_head, save_head
-from specjax.data.target_cache import CacheError, TargetCache
+from specjax.data.target_cache import CacheError, TargetCache, TokenSequence
 from specjax.data.texts import read_texts, save_texts
+from specjax.files import matching
 from specjax.tasks import cache, train
+from specjax.tasks.common import given_texts
 from specjax.tasks.plans import make_plan
 from tests.evaluation.tiny_target import tiny_target
+from tests.toys import MarkovTarget
 from tests.toys import tiny_target as two_layers
 
+ROOT = Path(__file__).parents[2]
 CACHE = {
     "taps": (-1, 0), "tokens": 600, "user_tokens": 8, "answer_tokens": 30, "mask_token_id": 255,
 }  # fmt: skip
@@ -255,12 +263,18 @@ def test_given_texts_go_on_after_an_interruption(
         cache.run(config, tmp_path / "halves")
     lines = [{"prompt": f"say {i}", "response": f"{i}, {i} and {i} again"} for i in range(12)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    cache.run(config, tmp_path / "halves")
+    same = f"{tmp_path.parent}/{tmp_path.name[:-1]}?/chats.jsonl"  # what else matches is the same
+    elsewhere = {"prompts": same, "compilation_cache": str(tmp_path / "programs")}
+    cache.run(
+        get_config("cache", **CACHE | chats | {"batch_size": 2} | elsewhere), tmp_path / "halves"
+    )
     whole, halves = (TargetCache(tmp_path / name / "cache") for name in ("whole", "halves"))
     for left, right in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(left.tokens_T, right.tokens_T)
     shards = [shard["bytes"] for shard in whole.manifest["shards"]]
-    assert sizes == [sum(shards), sum(shards[2:])]  # what is still to be written
+    head = (tmp_path / "whole/cache/target.safetensors").stat().st_size
+    expected = sum(shards) + head, sum(shards[2:]) + head  # what is still to be written
+    np.testing.assert_allclose(sizes, expected, atol=1000)  # names and sizes of the head's tensors
 
 
 @pytest.mark.slow
@@ -400,6 +414,46 @@ def test_draft_layers_may_start_as_the_targets(
         train.run(config, tmp_path / "other")
 
 
+def test_texts_are_distinct_and_have_something_to_learn(get_config, tmp_path, capsys):
+    first, second = (
+        TokenSequence(np.array(ids, np.int32), np.array([False, True, True]))
+        for ids in ((1, 2, 3), (1, 2, 4))
+    )
+    save_texts(tmp_path / "a.npz", [first, second])
+    save_texts(tmp_path / "b.npz", [second, first, second])
+    config = get_config("cache", texts=str(tmp_path / "*.npz"))
+    texts = given_texts(config, tiny_target())
+    assert [text.tokens_T.tolist() for text in texts] == [[1, 2, 3], [1, 2, 4]]
+    assert "3 of 5 texts repeat others and are left out" in capsys.readouterr().out
+    nothing = TokenSequence(first.tokens_T, np.zeros(3, bool))
+    save_texts(tmp_path / "c.npz", [nothing])
+    with pytest.raises(ValueError, match=r"c\.npz have no token to learn"):
+        given_texts(config, tiny_target())
+
+
+def test_models_without_hidden_states_are_refused(get_config, tmp_path, monkeypatch):
+    closed = dataclasses.replace(tiny_target(), model=MarkovTarget(257))
+    monkeypatch.setattr(specjax, "load_target", lambda source, *, dtype: closed)
+    with pytest.raises(ValueError, match="gives no hidden states to train a drafter from"):
+        cache.run(get_config("cache", **CACHE), tmp_path / "run")
+
+
+def test_the_shipped_drafters_recipe_has_known_settings():
+    known = {"cache": configs.cache.get_config(), "train": configs.train.get_config()}
+    for variant in (
+        "smoke",
+        *(f"{kind}_{i}" for kind in ("write", "data", "train") for i in "012"),
+    ):
+        config = smollm2_dspark.get_config(variant)
+        assert config.keys() == known[config.task].keys()
+        for group in ("drafter", "losses", "training"):
+            assert config.get(group, {}).keys() == known[config.task].get(group, {}).keys()
+        if config.texts:
+            assert matching(str(ROOT / config.texts))
+    with pytest.raises(ValueError, match="unknown variant 'train_3'"):
+        smollm2_dspark.get_config("train_3")
+
+
 @pytest.mark.parametrize(
     ("task", "overrides", "message"),
     [
@@ -407,11 +461,11 @@ def test_draft_layers_may_start_as_the_targets(
         ("train", {"answers": "target", "prompts": "chats.jsonl"}, "nothing to train on"),
         ("cache", {"answers": "mine"}, "config.answers must be 'target' or 'given'"),
         ("cache", {"answers": "given"}, "needs config.prompts or config.dataset"),
-        ("cache", {"texts": "a.npz", "prompts": "b.jsonl"}, "give config.texts, or"),
+        ("cache", {"texts": "a", "prompts": "b"}, "only one of config.texts, config.prompts"),
         ("cache", {"texts": "nowhere.npz"}, "cannot read the texts nowhere.npz"),
-        ("cache", {"prompts": "a", "dataset": "b", "answers": "given"}, "not both"),
-        ("train", {"cache": "a", "texts": "b.npz"}, "give config.cache, or config.texts"),
-        ("train", {"cache": "a", "prompts": "b.jsonl"}, "give config.cache, or config.texts"),
+        ("cache", {"prompts": "a", "dataset": "b"}, "only one of config.prompts, config.dataset"),
+        ("train", {"cache": "a", "texts": "b.npz"}, "only one of config.cache, config.texts"),
+        ("train", {"cache": "a", "prompts": "b.jsonl"}, "only one of config.cache, config.prompts"),
         ("cache", {"tokens": 0}, "config.tokens must be at least 1"),
         ("cache", {"taps": (0.0,)}, "taps must be increasing layers"),
         ("cache", {"taps": (False,)}, "taps must be increasing layers"),

@@ -228,7 +228,7 @@ def test_a_special_token_that_a_document_spells_out_is_text(get_config):
         ({"corpus": ""}, "set config.corpus"),
         ({"corpus": "nowhere/*.txt"}, "no file matches"),
         ({"train_target": False}, "set config.train_target=True"),
-        ({"cache": "somewhere"}, "give config.corpus, or one of"),
+        ({"cache": "somewhere"}, "only one of config.cache, config.corpus"),
         ({"cache": "somewhere", "corpus": ""}, "give texts"),
         ({"model.vocab_size": 100}, "vocab_size must be at least 258"),
         ({"tokenizer": "nowhere"}, "cannot load the tokeniser"),

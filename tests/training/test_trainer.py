@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +172,41 @@ def test_training_is_logged_and_improves_held_out_acceptance(target, cache, tmp_
     trained = Drafter(model, {**params, **run.state.params}, "trained")
     result = specjax.generate(target, trained, [[1, 1]], max_new_tokens=20, draft_len=4)
     assert result.tokens == specjax.generate(target, None, [[1, 1]], max_new_tokens=20).tokens
+
+
+def test_rates_are_of_the_steps_alone(target, cache, tmp_path, monkeypatch):
+    run = trainer(target, cache)
+    evaluate, save = run.evaluate, ocp.CheckpointManager.save
+
+    def slowly(function):
+        def slow(*args, **options):
+            time.sleep(1.0)
+            return function(*args, **options)
+
+        return slow
+
+    monkeypatch.setattr(run, "evaluate", slowly(evaluate))
+    monkeypatch.setattr(ocp.CheckpointManager, "save", slowly(save))
+    run.run(tmp_path, until=4, log_every=1, eval_every=1, save_every=2)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    first, *others = [line for line in lines if line["set"] == "train"]
+    assert "steps_per_second" not in first  # it was compiled
+    assert all(line["steps_per_second"] > 1 for line in others)
+    assert all(line["memory_gb"] > 0 for line in others)
+    assert others[-1]["anchors_per_second"] > others[-1]["steps_per_second"]
+
+
+def test_evaluation_computes_no_more_at_once_than_a_step(target, cache, monkeypatch):
+    run = trainer(target, cache)
+    evaluate, rows = run._evaluate, []
+
+    def counted(params, fixed, batch, *rest):
+        rows.append(len(batch.tokens_BT))
+        return evaluate(params, fixed, batch, *rest)
+
+    monkeypatch.setattr(run, "_evaluate", counted)
+    run.evaluate()
+    assert rows == [2, 2]  # of three sequences; a batch of four has two parts
 
 
 @pytest.mark.slow

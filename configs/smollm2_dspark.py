@@ -41,14 +41,12 @@ def get_config(variant: str = "") -> ConfigDict:
     if kind in ("write", "data"):
         return _data(kind, stage)
     config = train.get_config("smoke" if kind == "smoke" else "")
-    if kind == "smoke":
-        config.update(texts=TEXTS.format("0"), target="smollm2-135m")
-    else:
-        config.cache = f"{WORK}/data_{stage}/cache"
     config.drafter.update(num_layers=2, layers_from=(28, 29), block_size=5, draft_vocab=8192)
     config.losses.update(cross_entropy=0.0, soft_cross_entropy=1.0, total_variation=0.0)
     if kind == "smoke":
+        config.update(texts=TEXTS.format("0"), target="smollm2-135m")
         return config
+    config.cache = f"{WORK}/data_{stage}/cache"
     config.training.update(
         steps=STEPS[stage], max_len=256, learning_rate=2e-3, warmup_ratio=0.02, held_out=128
     )

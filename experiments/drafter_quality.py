@@ -460,7 +460,7 @@ def _draw_bars(
 
 
 def _draw_acceptance(axes: Any, drafters: dict[str, Any], colors: dict[str, str]) -> None:
-    """Drafters that have parameters, if there are any: a block each round."""
+    """Drafters whose rounds' costs were measured, if there are any: a block each round."""
     shown = {name for name, drafter in drafters.items() if "cost_ms" in drafter} or {*drafters}
     for name in (name for name in drafters if name in shown):
         shares = drafters[name]["all_files"]["greedy"]["acceptance_by_position"]

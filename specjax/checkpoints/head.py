@@ -70,8 +70,12 @@ def head_bytes(target: Target) -> int:
 
 
 def _head(target: Target) -> dict[str, jax.Array]:
-    names = ("embed", "lm_head") if "lm_head" in target.params else ("embed",)
-    return {name: target.params[name]["weight"] for name in names}
+    assert isinstance(target.model, TransformerTarget)  # it gave hidden states
+    return {name: target.params[name]["weight"] for name in _names(target.model.config)}
+
+
+def _names(config: TransformerConfig) -> tuple[str, ...]:
+    return ("embed",) if config.tied_head else ("embed", "lm_head")
 
 
 def has_head(directory: Path) -> bool:
@@ -95,7 +99,7 @@ def load_head(directory: Path) -> tuple[TargetHead, int]:
             )
         arrays = {name: jnp.asarray(tensor.read()) for name, tensor in stored.items()}
         params = {name: {"weight": array} for name, array in arrays.items()}
-        expected = {"embed"} | (set() if model.config.tied_head else {"lm_head"})
+        expected = set(_names(model.config))
         if set(params) != expected:
             raise ValueError(f"{_WEIGHTS} holds {sorted(params)} instead of {sorted(expected)}")
         target = TargetHead(
